@@ -1,0 +1,1 @@
+"""Measurements: one question a module, one JSON record a run. ``README.md`` says how a number is taken."""

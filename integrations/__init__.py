@@ -1,0 +1,1 @@
+"""Glue to model libraries: the only code that imports transformers."""

@@ -1,0 +1,14 @@
+"""What every test shares: no network, and two ways to run property tests."""
+
+import os
+
+# Before anything imports transformers, which reads this once. A test that needs a download is a wrong test.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from hypothesis import HealthCheck, settings
+
+# `ci` draws the same examples in every run, so that a failure is the change's and not the day's. No deadline: a shared
+# machine may stall any example. `deep` looks for new ones: HYPOTHESIS_PROFILE=deep make quick.
+settings.register_profile("ci", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("deep", max_examples=2_000, deadline=None, print_blob=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))

@@ -1,0 +1,107 @@
+"""Capacity: does a call fit, and what is the smallest budget that would do? Pure arithmetic, asked before the prefill."""
+
+from dataclasses import dataclass
+
+from tierkv.errors import CapacityError
+from tierkv.geometry import PoolGeometry
+from tierkv.layout import BlockLayout
+
+
+@dataclass(frozen=True, slots=True)
+class ScratchPlan:
+    """How the device pool is divided for one call.
+
+    Attributes:
+        num_buffers: gathered layers that exist at once: 1 + layers fetched ahead.
+        buffer_tokens: tokens, summed over rows, in each.
+        device_slots: blocks that remain for KV on the device.
+    """
+
+    num_buffers: int
+    buffer_tokens: int
+    device_slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What the tiers of one engine can hold.
+
+    Attributes:
+        layout: shape of the blocks.
+        device: geometry of the device pool.
+        host_slots: blocks the host tier can hold.
+        disk_slots: blocks the disk tier can hold.
+        layers_ahead: layers to fetch ahead where there is room for their scratch.
+        staging_bytes: part of the device budget that is not the pool (write queue of a machine without a host tier).
+    """
+
+    layout: BlockLayout
+    device: PoolGeometry
+    host_slots: int
+    disk_slots: int
+    layers_ahead: int
+    staging_bytes: int = 0
+
+    def plan(self, rows: int, tokens: int, held_elsewhere: int = 0) -> ScratchPlan:
+        """Divide the device pool for ``rows`` sequences of up to ``tokens`` tokens.
+
+        Args:
+            rows: sequences.
+            tokens: the longest they get, prompt included.
+            held_elsewhere: blocks of other caches of the engine, which keep their room.
+
+        Raises:
+            CapacityError: they cannot fit; the message names the smallest device budget that would do, or the room that
+                is missing in the tiers below.
+        """
+        plan = self._try(self.device, rows, tokens, held_elsewhere)
+        if plan is not None:
+            return plan
+        raise CapacityError(self._explain(rows, tokens, held_elsewhere))
+
+    def _try(self, device: PoolGeometry, rows: int, tokens: int, held_elsewhere: int) -> ScratchPlan | None:
+        blocks = rows * self.layout.blocks_for(tokens) + held_elsewhere
+        for num_buffers in range(1 + self.layers_ahead, 0, -1):
+            scratch = num_buffers * rows * tokens
+            slots = device.num_slots(scratch)
+            # Fetching ahead is a convenience: it never takes more than half of the device from the KV itself.
+            if num_buffers > 1 and 2 * slots < device.num_slots():
+                continue
+            if slots >= self.least_slots(rows) and slots + self.host_slots + self.disk_slots >= blocks:
+                return ScratchPlan(num_buffers, rows * tokens, slots)
+        return None
+
+    @staticmethod
+    def least_slots(rows: int) -> int:
+        """Return the device slots without which no step can begin: a last block a row, and room for its private copy."""
+        return 2 * rows
+
+    def _explain(self, rows: int, tokens: int, held_elsewhere: int) -> str:
+        size = self.layout.block_size
+        what = f"{rows} sequence{'s' if rows > 1 else ''} of up to {tokens:,} tokens"
+        kv = rows * self.layout.blocks_for(tokens) * self.layout.block_bytes
+        low, high = 1, 2
+        while self._try(PoolGeometry(self.layout, high), rows, tokens, held_elsewhere) is None:
+            low, high = high, high * 2
+        while low + 1 < high:
+            middle = (low + high) // 2
+            if self._try(PoolGeometry(self.layout, middle), rows, tokens, held_elsewhere) is None:
+                low = middle
+            else:
+                high = middle
+        # Sizes are coarse (whole segments), so what suffices is not monotonous in small steps; full MiB settle that.
+        needed = -(-(high + self.staging_bytes) // 2**20)
+        while self._try(PoolGeometry(self.layout, needed * 2**20 - self.staging_bytes), rows, tokens, held_elsewhere) is None:
+            needed += 1
+        return (
+            f"{what} need {_mib(kv)} of KV and {_mib(self.layout.scratch_bytes(rows, tokens))} of device scratch; the tiers "
+            f"hold {self.device.num_slots():,} blocks of {size} tokens on the device, {self.host_slots:,} in host memory "
+            f"and {self.disk_slots:,} on disk ({_mib(self.layout.block_bytes)} each)"
+            + (f", {held_elsewhere:,} of them taken by other caches" if held_elsewhere else "")
+            + f"; the smallest device.capacity that suffices is \"{needed}MiB\" with the other tiers as they are"
+            + ("" if self.disk_slots else " (or give disk.capacity some room)")
+        )
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.1f} MiB"

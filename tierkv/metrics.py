@@ -1,0 +1,77 @@
+"""Stats: one frozen snapshot of an engine. Benchmarks, exporters and live views use these names and no others."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class TierStats:
+    """One tier at one moment. Bytes are what tierkv itself allocated, bookkeeping included."""
+
+    capacity_bytes: int
+    """The configured budget, resolved to bytes."""
+    allocated_bytes: int
+    """Bytes taken from the tier now: pools, scratch, staging and copies in flight (allocated file bytes on disk)."""
+    peak_bytes: int
+    """The most ``allocated_bytes`` has been; never above ``capacity_bytes``."""
+    blocks: int
+    """Blocks whose highest copy lies here; summed over the tiers each block counts once."""
+    copies: int
+    """Further clean copies here of blocks that also lie in a higher tier."""
+    slots: int
+    """Blocks the tier could hold now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """Events since the engine was made."""
+
+    forwards: int = 0
+    """Committed forwards through tiered caches."""
+    torn_forwards: int = 0
+    """Forwards that were interrupted and rolled back."""
+    tokens: int = 0
+    """Tokens appended to tiered caches, summed over rows."""
+    stall_seconds: float = 0.0
+    """Time that forwards waited for copies."""
+    room_waits: int = 0
+    """Times a forward had to wait for blocks to move down before it could begin."""
+    tail_copies: int = 0
+    """Private copies of a last block that was shared, sealed or cold (copy-on-write)."""
+    blocks_lost: int = 0
+    """Live blocks whose only copy could not be read back."""
+    recomputes: int = 0
+    """Times the wrapped ``generate`` ran again from its ids after a lost block."""
+    write_failures: int = 0
+    """Writes that the disk tier refused."""
+    tokens_cropped: int = 0
+    """Cached tokens dropped because a later call's ids did not continue them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """What ``engine.stats()`` returns."""
+
+    tiers: dict[str, TierStats]
+    """Keys ``device``, ``host``, ``disk``."""
+    moved_bytes: dict[str, int]
+    """Bytes moved over each wire, for example ``device_to_host``; zero where a wire exists but was not used."""
+    kv_bytes_total: int
+    """Bytes of all live blocks, each counted once."""
+    caches: int
+    """Open caches of this engine."""
+    read_path: str
+    """How attention reads the cache: ``gathered``."""
+    read_path_reason: str
+    """Why that path was taken."""
+    tiered_layers: int
+    """Model layers whose KV lives in the tiers."""
+    native_layers: int
+    """Model layers left to transformers (recurrent, indexed, shared), whose bytes are not counted here."""
+    note: str
+    """One sentence on what the tiers did for this run, or why they gained nothing."""
+    counters: Counters = field(default_factory=Counters)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain dicts and numbers, ready for JSON."""
+        return asdict(self)

@@ -1,0 +1,230 @@
+"""LayerReader: the full K and V of one layer, with the cold parts fetched layers ahead.
+
+The reader owns a ring of scratch buffers in the device tier. While a layer computes, the cold tokens of the next layers
+are copied straight to their final places in their buffers; when a layer's turn comes, its resident tokens and the new
+ones are added and the buffer is the tensor that attention reads. Nothing is copied twice, and the result is laid out
+exactly as ``torch.cat`` would have laid it out, so attention gives bit-identical logits.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from tierkv.block_table import Extent
+from tierkv.layout import BlockLayout
+from tierkv.manager import Step
+from tierkv.tier import Run, Tier, Wire
+from tierkv.transfer import Copy, Ticket, TransferEngine
+
+if TYPE_CHECKING:
+    import torch
+
+    from tierkv.stores import Stores
+
+
+class LayerReader:
+    """Gathers layers of one step at a time. Called by the thread that runs the model."""
+
+    def __init__(
+        self,
+        layout: BlockLayout,
+        stores: "Stores",
+        transfers: TransferEngine,
+        count_copies: Callable[[Sequence[Copy]], None],
+    ) -> None:
+        """Make a reader over an engine's stores.
+
+        Args:
+            layout: the block layout of all stores.
+            stores: the device pool, whose tail is the scratch, and the stores below it.
+            transfers: runs the fetches.
+            count_copies: told of every batch of copies that is submitted.
+        """
+        self.stall_seconds = 0.0
+        self._layout = layout
+        self._stores = stores
+        self._device = stores.device
+        self._transfers = transfers
+        self._count_copies = count_copies
+        self._num_buffers = 1
+        self._buffer_tokens = 0
+        self._step: Step | None = None
+        self._fetched: dict[int, Ticket] = {}
+
+    @property
+    def scratch_tokens(self) -> int:
+        """Tokens of one layer that all scratch buffers together hold."""
+        return self._num_buffers * self._buffer_tokens
+
+    def holds(self, tokens: int) -> bool:
+        """Return whether a scratch buffer has room for ``tokens`` tokens, summed over rows."""
+        return tokens <= self._buffer_tokens
+
+    def use_buffers(self, num_buffers: int, buffer_tokens: int) -> None:
+        """Divide the device pool's scratch into ``num_buffers`` buffers of ``buffer_tokens`` tokens."""
+        self._num_buffers = num_buffers
+        self._buffer_tokens = buffer_tokens
+
+    def begin(self, step: Step) -> None:
+        """Start fetching the cold tokens of the first layers of ``step``."""
+        self._step = step
+        self._fetched = {}
+        self._fetch_through(self._num_buffers - 1)
+
+    def gather(self, layer: int, keys: "torch.Tensor", values: "torch.Tensor") -> "tuple[torch.Tensor, torch.Tensor]":
+        """Return all K and V of a layer, past and new.
+
+        Args:
+            layer: position in the layout; each layer of a step once, in order.
+            keys: the new tokens' keys, ``[rows, kv_heads, tokens, key_dim]``.
+            values: ``[rows, kv_heads, tokens, value_dim]``.
+
+        Returns:
+            Contiguous K ``[rows, kv_heads, total, key_dim]`` and V ``[rows, kv_heads, total, value_dim]``. They are
+            scratch: overwritten when a later layer or step needs the buffer, never before this layer's attention,
+            enqueued on the caller's stream, has read them. A windowed layer returns its last ``window - 1`` past
+            tokens.
+
+        Raises:
+            RecordError: a cold slice cannot be read back.
+            TransferTimeout: a fetch did not finish in time.
+        """
+        step = self._step
+        assert step is not None, "gather outside a step"
+        self._fetch_through(layer)
+        all_keys, all_values = self._buffer(layer, keys.shape[0])
+        first = self._first_token(layer)
+        past = step.start - first
+        for row, extents in enumerate(step.reads):
+            for extent in _clip(extents, first, step.start):
+                if extent.tier is Tier.DEVICE:
+                    at = slice(extent.start - first, extent.stop - first)
+                    self._device.read(layer, extent.run, all_keys[row, :, at], all_values[row, :, at], extent.first_token)
+        all_keys[:, :, past:].copy_(keys)
+        all_values[:, :, past:].copy_(values)
+        self._await(layer)
+        # Every earlier layer's attention has been enqueued by now, so their buffers may be filled again.
+        self._fetch_through(layer + self._num_buffers - 1)
+        return all_keys, all_values
+
+    def end(self) -> None:
+        """Wait for fetches that nobody collected; needed before the step's slots may be given up."""
+        fetched, self._fetched, self._step = self._fetched, {}, None
+        for ticket in fetched.values():
+            try:
+                self._transfers.wait(ticket)
+            except Exception:  # noqa: BLE001, S112 - nobody wants these bytes any more
+                continue
+
+    def _first_token(self, layer: int) -> int:
+        assert self._step is not None
+        window = self._layout.layers[layer].window
+        return 0 if window is None else max(0, self._step.start - window + 1)
+
+    def _buffer(self, layer: int, rows: int) -> "tuple[torch.Tensor, torch.Tensor]":
+        """Return the K and V views of the layer's scratch buffer, shaped for this step."""
+        assert self._step is not None
+        spec = self._layout.layers[layer]
+        group, member = self._layout.group_of[layer]
+        total = self._step.stop - self._first_token(layer)
+        ring = member % self._num_buffers
+
+        def view(flat: "torch.Tensor", dim: int) -> "torch.Tensor":
+            begin = ring * self._buffer_tokens * spec.kv_heads * dim
+            size = rows * spec.kv_heads * total * dim
+            return flat[begin : begin + size].view(rows, spec.kv_heads, total, dim)
+
+        flat_keys, flat_values = self._device.scratch_tensors(group)
+        return view(flat_keys, spec.key_dim), view(flat_values, spec.value_dim)
+
+    def _fetch_through(self, last: int) -> None:
+        """Submit the fetches of all layers up to ``last`` that were not submitted yet."""
+        begin = max(self._fetched, default=-1) + 1
+        for layer in range(begin, min(last, len(self._layout.layers) - 1) + 1):
+            copies = self._cold_copies(layer)
+            self._fetched[layer] = self._transfers.submit(copies)
+            self._count_copies(copies)
+
+    def _cold_copies(self, layer: int) -> list[Copy]:
+        step = self._step
+        assert step is not None
+        first = self._first_token(layer)
+        rows = len(step.tables)
+        copies: list[Copy] = []
+        for row, extents in enumerate(step.reads):
+            cold = [extent for extent in _clip(extents, first, step.start) if extent.tier is not Tier.DEVICE]
+            if not cold:
+                continue
+            all_keys, all_values = self._buffer(layer, rows)
+            for extent in cold:
+                at = slice(extent.start - first, extent.stop - first)
+                copies.append(self._cold_copy(layer, extent, all_keys[row, :, at], all_values[row, :, at]))
+        return copies
+
+    def _cold_copy(self, layer: int, extent: Extent, keys: "torch.Tensor", values: "torch.Tensor") -> Copy:
+        num_bytes = (extent.stop - extent.start) * self._layout.token_bytes_of(layer)
+        wire = Wire(extent.tier, Tier.DEVICE)
+        if extent.tier is Tier.HOST:
+            pool = self._stores.slab(Tier.HOST)
+            host_keys, host_values = pool.views(layer, extent.run, extent.first_token, keys.shape[1])
+            return Copy(wire, num_bytes, [(keys, host_keys), (values, host_values)])
+        store = self._stores.disk_store
+        if keys.device.type == "cpu":
+            return Copy(wire, num_bytes, load=lambda: store.read(layer, extent.run, keys, values, extent.first_token))
+        import torch
+
+        staged_keys = torch.empty(keys.shape, dtype=keys.dtype, pin_memory=True)
+        staged_values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        return Copy(
+            wire,
+            num_bytes,
+            [(keys, staged_keys), (values, staged_values)],
+            load=lambda: store.read(layer, extent.run, staged_keys, staged_values, extent.first_token),
+        )
+
+    def _await(self, layer: int) -> None:
+        began = time.perf_counter()
+        self._transfers.order(self._fetched[layer])
+        self.stall_seconds += time.perf_counter() - began
+
+
+def _clip(extents: Sequence[Extent], start: int, stop: int) -> Sequence[Extent]:
+    """Return the parts of ``extents`` that lie between the positions ``start`` and ``stop``."""
+    if not extents or (extents[0].start >= start and extents[-1].stop <= stop):
+        return extents
+    clipped = []
+    for extent in extents:
+        begin, end = max(extent.start, start), min(extent.stop, stop)
+        if begin < end:
+            first = extent.first_token + begin - extent.start
+            clipped.append(Extent(extent.tier, Run(*extent.run), first, begin, end))
+    return clipped
+
+
+def read_committed(
+    layout: BlockLayout, stores: "Stores", rows: Sequence[Sequence[Extent]], layer: int
+) -> "tuple[torch.Tensor, torch.Tensor]":
+    """Return fresh CPU-or-device tensors with all committed K and V of a layer. Blocks; for inspection only.
+
+    Args:
+        layout: the block layout.
+        stores: where the blocks lie.
+        rows: per row, the extents of all its tokens.
+        layer: position in the layout.
+
+    Returns:
+        K ``[rows, kv_heads, length, key_dim]`` and V ``[rows, kv_heads, length, value_dim]`` on the device.
+    """
+    import torch
+
+    spec = layout.layers[layer]
+    length = rows[0][-1].stop if rows and rows[0] else 0
+    dtype = getattr(torch, layout.dtype)
+    keys = torch.empty((len(rows), spec.kv_heads, length, spec.key_dim), dtype=dtype)
+    values = torch.empty((len(rows), spec.kv_heads, length, spec.value_dim), dtype=dtype)
+    for row, extents in enumerate(rows):
+        for extent in extents:
+            at = slice(extent.start, extent.stop)
+            store = stores.disk_store if extent.tier is Tier.DISK else stores.slab(extent.tier)
+            store.read(layer, extent.run, keys[row, :, at], values[row, :, at], extent.first_token)
+    return keys.to(stores.device.device), values.to(stores.device.device)

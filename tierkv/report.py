@@ -1,0 +1,53 @@
+"""How an engine's state becomes ``Stats``."""
+
+from typing import TYPE_CHECKING
+
+from tierkv.metrics import Counters, Stats, TierStats
+from tierkv.tier import Tier, Wire
+
+if TYPE_CHECKING:
+    from tierkv.engine import Engine
+
+
+def make_stats(engine: "Engine", counters: Counters, caches: int) -> Stats:
+    """Return a snapshot of ``engine``."""
+    census = engine.manager.census()
+    slots = {tier: pool.num_slots for tier, pool in engine.manager.pools.items()}
+    capacities = {Tier.DEVICE: engine.budgets.device, Tier.HOST: engine.budgets.host, Tier.DISK: engine.budgets.disk}
+    tiers = {
+        tier.label: TierStats(
+            capacities[tier], engine.usage.now(tier), engine.usage.peak(tier), *census[tier], slots[tier]
+        )
+        for tier in Tier
+    }
+    live = sum(blocks for blocks, _ in census.values())
+    return Stats(
+        tiers=tiers,
+        moved_bytes={wire.label: engine.moved.get(wire, 0) for wire in _wires(engine)},
+        kv_bytes_total=live * engine.layout.block_bytes,
+        caches=caches,
+        read_path="gathered",
+        read_path_reason="this version reads every layer gathered",
+        tiered_layers=len(engine.layout.layers),
+        native_layers=engine.native_layers,
+        note=_note(engine, counters, live, {tier: blocks for tier, (blocks, _) in census.items()}),
+        counters=counters,
+    )
+
+
+def _wires(engine: "Engine") -> list[Wire]:
+    on = [tier for tier in Tier if tier is Tier.DEVICE or engine.manager.pools[tier].num_slots]
+    return [Wire(source, destination) for source in on for destination in on if source is not destination]
+
+
+def _note(engine: "Engine", counters: Counters, live: int, blocks: dict[Tier, int]) -> str:
+    if engine.manager.pools[Tier.DISK].frozen:
+        return "the disk tier failed and takes nothing more; what it holds is still read"
+    if counters.forwards == 0:
+        return "no forward has run through a tiered cache yet"
+    if live == 0:
+        return "no cache is open; the counters cover what ran"
+    below = live - blocks[Tier.DEVICE]
+    if below == 0:
+        return "every block fits on the device, so the tiers below gained nothing; they would with longer contexts"
+    return f"{below} of {live} blocks lie below the device, which would otherwise need {live * engine.layout.block_bytes:,} bytes"

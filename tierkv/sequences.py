@@ -1,0 +1,258 @@
+"""SequenceBatch: the sequences of one cache, one block table a row, appended to layer by layer."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from tierkv.block_table import BlockTable
+from tierkv.errors import BlockLost, RecordError, StoreFull, TierKVError, UnsafeCall, UnsupportedModel
+from tierkv.interrupts import deferred_interrupt
+from tierkv.manager import Step
+from tierkv.prefetch import read_committed
+from tierkv.tier import Tier, Wire
+from tierkv.transfer import Copy, Ticket
+
+if TYPE_CHECKING:
+    import torch
+
+    from tierkv.engine import Engine
+
+
+class SequenceBatch:
+    """Rows of equal length over one engine's tiers. Made by ``Engine.open``; ``release`` gives everything back.
+
+    ``length`` is always the committed length: a forward that was torn leaves it where it was.
+    """
+
+    def __init__(self, engine: "Engine") -> None:
+        """Make an empty batch; the number of rows is that of the first append."""
+        self.engine = engine
+        self.tables: list[BlockTable] = []
+        self.step: Step | None = None
+        self._next_layer = 0
+        self._writes: list[Ticket] = []
+        self._released = False
+
+    @property
+    def length(self) -> int:
+        """Committed tokens of every row."""
+        return self.tables[0].length if self.tables else 0
+
+    @property
+    def rows(self) -> int:
+        """Number of sequences; 0 while empty."""
+        return len(self.tables)
+
+    def append(
+        self, layer: int, keys: "torch.Tensor", values: "torch.Tensor"
+    ) -> "tuple[torch.Tensor, torch.Tensor]":
+        """Add the new tokens of one layer and return all of them; the last layer commits the forward.
+
+        Args:
+            layer: position in the engine's layout; a forward passes each once, in order.
+            keys: ``[rows, kv_heads, tokens, key_dim]``, any strides.
+            values: ``[rows, kv_heads, tokens, value_dim]``.
+
+        Returns:
+            K ``[rows, kv_heads, total, key_dim]`` and V ``[rows, kv_heads, total, value_dim]``, contiguous scratch
+            that later layers overwrite.
+
+        Raises:
+            CapacityError: the tiers cannot hold the new tokens.
+            BlockLost: a cold block cannot be read back.
+            StoreFull: the disk tier refused the only copy of a block.
+            UnsafeCall: layers out of order, another number of rows, or tensors that need gradients.
+            UnsupportedModel: the tensors are not what the model's config promised.
+            ClosedError: the engine is closed, or this is a forked child.
+        """
+        engine = self.engine
+        engine.check_open()
+        if self._released:
+            raise UnsafeCall("this cache was closed; make another with engine.new_cache()")
+        if layer == 0:
+            self._begin(keys)
+        self._check(layer, keys, values)
+        assert self.step is not None
+        try:
+            self._write(layer, self.step, keys, values)
+            gathered = engine.reader.gather(layer, keys, values)
+        except RecordError as error:
+            engine.count(blocks_lost=1)
+            raise BlockLost(f"a block that only the disk tier held cannot be read back ({error})") from error
+        except StoreFull:
+            engine.disk_failed()
+            raise
+        self._next_layer = layer + 1
+        if self._next_layer == len(engine.layout.layers):
+            self._commit()
+        return gathered
+
+    def rollback(self) -> bool:
+        """Forget an open forward; return whether there was one."""
+        step = self.step
+        if step is None:
+            return False
+        self._drain_writes()
+        with deferred_interrupt():
+            self.engine.reader.end()
+            self.engine.manager.rollback(step)
+            self.step = None
+        self.engine.count(torn_forwards=1)
+        return True
+
+    def crop(self, length: int) -> None:
+        """Keep the first ``length`` committed tokens of every row."""
+        if not 0 <= length <= self.length:
+            raise UnsafeCall(f"cannot crop a cache of {self.length} tokens to {length}; legal: 0 to {self.length}")
+        self._settle()
+        with deferred_interrupt():
+            for table in self.tables:
+                self.engine.manager.crop(table, length)
+
+    def select(self, indices: Sequence[int]) -> None:
+        """Make row ``i`` what row ``indices[i]`` is now. Blocks are shared, nothing is copied.
+
+        Beams are reordered, repeated and dropped this way; a row that is not named is released.
+        """
+        if any(not 0 <= index < self.rows for index in indices):
+            raise UnsafeCall(f"row indices {list(indices)} do not fit a cache of {self.rows} rows")
+        self._settle()
+        manager = self.engine.manager
+        with deferred_interrupt():
+            kept: set[int] = set()
+            tables = []
+            for index in indices:
+                tables.append(manager.fork(self.tables[index]) if index in kept else self.tables[index])
+                kept.add(index)
+            for index, table in enumerate(self.tables):
+                if index not in kept:
+                    manager.release(table)
+            self.tables = tables
+
+    def fork(self) -> "SequenceBatch":
+        """Return a second batch over the same blocks; a write to either copies a block first."""
+        self._settle()
+        twin = self.engine.open()
+        with deferred_interrupt():
+            twin.tables = [self.engine.manager.fork(table) for table in self.tables]
+        return twin
+
+    def read(self, layer: int) -> "tuple[torch.Tensor, torch.Tensor]":
+        """Return copies of all committed K and V of a layer, for inspection (blocks; not the hot path)."""
+        self._settle()
+        engine = self.engine
+        rows = [list(table.extents(0, table.length, engine.stores.slots_per_segment)) for table in self.tables]
+        return read_committed(engine.layout, engine.stores, rows, layer)
+
+    def reset(self) -> None:
+        """Drop all tokens and rows; the batch can be used again."""
+        if self.engine.closed:
+            self.tables, self.step = [], None
+            return
+        self._settle()
+        with deferred_interrupt():
+            for table in self.tables:
+                self.engine.manager.release(table)
+            self.tables = []
+
+    def release(self) -> None:
+        """Give everything back for good. Idempotent."""
+        if not self._released:
+            self.reset()
+            self._released = True
+
+    def __del__(self) -> None:
+        # Collected, perhaps by another thread in the middle of anything: the engine takes the tables over later.
+        if getattr(self, "tables", None):
+            self.engine.orphan(self.tables, self.step)
+
+    # -- the stages of a forward ----------------------------------------------------------------------------------
+
+    def _begin(self, keys: "torch.Tensor") -> None:
+        self.rollback()
+        rows, count = keys.shape[0], keys.shape[2]
+        if not self.tables:
+            with deferred_interrupt():
+                self.tables = [self.engine.manager.open() for _ in range(rows)]
+        if rows != self.rows:
+            raise UnsafeCall(
+                f"the cache holds {self.rows} rows and the forward brings {rows}; "
+                f"use cache.batch_repeat_interleave or cache.batch_select_indices first"
+            )
+        self._next_layer = 0
+        self.step = self.engine.begin_step(self.tables, count)
+
+    def _check(self, layer: int, keys: "torch.Tensor", values: "torch.Tensor") -> None:
+        step, layout = self.step, self.engine.layout
+        spec = layout.layers[layer]
+        if step is None or layer != self._next_layer:
+            raise UnsafeCall(
+                f"layer {spec.model_index} was given to the cache out of order; every forward must pass all layers in turn"
+            )
+        rows, tokens = self.rows, step.count
+        expected = ((rows, spec.kv_heads, tokens, spec.key_dim), (rows, spec.kv_heads, tokens, spec.value_dim))
+        got = (tuple(keys.shape), tuple(values.shape))
+        if got != expected:
+            raise UnsupportedModel(
+                f"layer {spec.model_index} hands the cache K {got[0]} and V {got[1]}; its config promises {expected[0]} and "
+                f"{expected[1]}, so this model cannot be tiered"
+            )
+        dtype = str(keys.dtype).removeprefix("torch.")
+        if dtype != layout.dtype or values.dtype != keys.dtype:
+            raise UnsupportedModel(
+                f"layer {spec.model_index} hands the cache {dtype} keys and the pools are {layout.dtype}; "
+                f"load the model in one dtype and do not use autocast around it"
+            )
+        if keys.device != self.engine.device:
+            raise UnsupportedModel(f"K arrives on {keys.device} and the tiers belong to {self.engine.device}; use one device")
+        if keys.requires_grad or values.requires_grad:
+            raise UnsafeCall("a tiered cache has no gradients; run the model under torch.no_grad()")
+
+    def _write(self, layer: int, step: Step, keys: "torch.Tensor", values: "torch.Tensor") -> None:
+        """Put the new tokens of a layer where they will live."""
+        engine = self.engine
+        num_bytes = engine.layout.token_bytes_of(layer)
+        copies = []
+        for row, extents in enumerate(step.writes):
+            for extent in extents:
+                at = slice(extent.start - step.start, extent.stop - step.start)
+                row_keys, row_values = keys[row, :, at], values[row, :, at]
+                tokens = extent.stop - extent.start
+                if extent.tier is Tier.DEVICE:
+                    engine.stores.device.write(layer, extent.run, row_keys, row_values, extent.first_token)
+                    continue
+                wire = Wire(Tier.DEVICE, extent.tier)
+                if extent.tier is Tier.HOST:
+                    host_keys, host_values = engine.stores.slab(Tier.HOST).views(
+                        layer, extent.run, extent.first_token, tokens
+                    )
+                    pairs = [(host_keys, row_keys), (host_values, row_values)]
+                    copies.append(Copy(wire, tokens * num_bytes, pairs))
+                else:
+                    engine.stores.disk_store.write(layer, extent.run, row_keys, row_values)
+                    engine.count_copies([Copy(wire, tokens * num_bytes)])
+        # Each layer's tensors live until they are copied: at most two layers' at a time.
+        self._drain_writes()
+        if copies:
+            engine.count_copies(copies)
+            self._writes.append(engine.transfers.submit(copies))
+
+    def _commit(self) -> None:
+        step = self.step
+        assert step is not None
+        self._drain_writes()
+        with deferred_interrupt():
+            self.engine.reader.end()
+            self.engine.manager.commit(step)
+            self.step = None
+        self.engine.finish_step(step)
+
+    def _drain_writes(self) -> None:
+        while self._writes:
+            self.engine.transfers.wait(self._writes[-1])
+            self._writes.pop()
+
+    def _settle(self) -> None:
+        self.engine.check_open()
+        if self._released:
+            raise TierKVError("this cache was closed; make another with engine.new_cache()")
+        self.rollback()

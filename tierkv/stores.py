@@ -1,0 +1,171 @@
+"""Stores: the three stores of one engine, opened within their budgets, and how a block gets from one to another."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tierkv.capacity import Capacity
+from tierkv.config import Budgets, CacheConfig
+from tierkv.errors import ConfigError, TierKVError
+from tierkv.geometry import PoolGeometry
+from tierkv.layout import BlockLayout
+from tierkv.manager import Move
+from tierkv.storage.base import BlockStore
+from tierkv.storage.slab import SlabStore
+from tierkv.tier import Run, Tier
+from tierkv.transfer import Copy
+
+if TYPE_CHECKING:
+    import torch
+
+QUEUE_SHARE = 8
+"""The queue of writes to disk takes at most this part of the RAM tier that it lies in."""
+
+
+@dataclass
+class Stores:
+    """The stores of one engine.
+
+    Attributes:
+        layout: shape of the blocks.
+        device: the device pool.
+        host: the host pool, or None where the tier is off.
+        disk: the store of live sequences on disk, or None where the tier is off.
+        queue_bytes: RAM that writes to disk may take while they wait; part of the host tier, or of the device tier
+            where there is no host tier.
+    """
+
+    layout: BlockLayout
+    device: SlabStore
+    host: SlabStore | None
+    disk: "BlockStore | None"
+    queue_bytes: int = 0
+
+    @classmethod
+    def open(cls, layout: BlockLayout, config: CacheConfig, budgets: Budgets, device: "torch.device") -> "Stores":
+        """Open the stores that the budgets ask for.
+
+        Raises:
+            ConfigError: a budget cannot hold a single block, or the disk path cannot be used.
+        """
+        import torch
+
+        cuda = device.type == "cuda"
+        disk_on = budgets.disk > 0 and budgets.disk_path is not None
+        queue = 0
+        if disk_on:
+            # The queue is RAM: it lies in the host tier, or in the device tier of a machine without one.
+            lender = budgets.host or (0 if cuda else budgets.device)
+            queue = min(budgets.write_queue, lender // QUEUE_SHARE)
+            if cuda and not budgets.host:
+                raise ConfigError(
+                    "the disk tier of a GPU needs pinned memory to pass through, and host.capacity is 0; give host.capacity "
+                    'some room, for example "1GiB", or set disk.capacity = 0'
+                )
+        device_bytes = budgets.device - (0 if budgets.host else queue)
+        host_bytes = budgets.host - (queue if budgets.host else 0)
+        least = 2 * layout.block_bytes + layout.scratch_bytes(1, layout.block_size)
+        if PoolGeometry(layout, device_bytes).num_slots(layout.block_size) < Capacity.least_slots(1):
+            raise ConfigError(
+                f"device.capacity = {budgets.device:,} bytes cannot hold the working set of one sequence; a block of "
+                f"{layout.block_size} tokens takes {layout.block_bytes:,} bytes in this model's {len(layout.layers)} tiered "
+                f"layers, so give it at least {-(-(least + queue) // 2**20) + 1}MiB, or make block_size smaller"
+            )
+        if budgets.host and not PoolGeometry(layout, host_bytes).num_slots():
+            raise ConfigError(
+                f"host.capacity = {budgets.host:,} bytes cannot hold one block of {layout.block_bytes:,} bytes; raise it, or "
+                f"set host.capacity = 0 to turn the tier off"
+            )
+        slab = SlabStore(layout, device_bytes, tier=Tier.DEVICE, device=device)
+        host = None
+        if host_bytes > 0:
+            host = SlabStore(layout, host_bytes, tier=Tier.HOST, device=torch.device("cpu"), pinned=cuda)
+        stores = cls(layout, slab, host, None, queue)
+        if disk_on and budgets.disk_path is not None:
+            try:
+                stores.disk = _open_disk(layout, config, budgets, budgets.disk_path, queue)
+            except BaseException:
+                stores.close()
+                raise
+        return stores
+
+    @property
+    def slots(self) -> dict[Tier, int]:
+        """Blocks that each tier can hold."""
+        disk_slots = getattr(self.disk, "num_slots", 0)
+        return {Tier.DEVICE: self.device.num_slots, Tier.HOST: self.host.num_slots if self.host else 0, Tier.DISK: disk_slots}
+
+    @property
+    def slots_per_segment(self) -> dict[Tier, int]:
+        """Neighbouring slots of each tier. A disk has none: each slice is a record of its own."""
+        host = self.host.slots_per_segment if self.host else 1
+        return {Tier.DEVICE: self.device.slots_per_segment, Tier.HOST: host, Tier.DISK: 1}
+
+    def capacity(self, layers_ahead: int) -> Capacity:
+        """Return what the tiers hold, for questions before a prefill."""
+        staging = 0 if self.host else self.queue_bytes
+        slots = self.slots
+        return Capacity(self.layout, self.device.geometry, slots[Tier.HOST], slots[Tier.DISK], layers_ahead, staging)
+
+    def slab(self, tier: Tier) -> SlabStore:
+        """Return the pool of a memory tier."""
+        store = self.device if tier is Tier.DEVICE else self.host
+        if store is None or tier is Tier.DISK:
+            raise TierKVError(f"there is no {tier.label} pool")
+        return store
+
+    @property
+    def disk_store(self) -> BlockStore:
+        """The disk store, where the tier is on."""
+        if self.disk is None:
+            raise TierKVError("there is no disk tier")
+        return self.disk
+
+    def copy_of(self, move: Move) -> Copy:
+        """Return the work that carries out a move: all layers of one block."""
+        source, destination = move.wire
+        num_bytes = self.layout.block_bytes
+        if Tier.DISK not in move.wire:
+            pairs = self.slab(source).copy_pairs(move.source_slot, self.slab(destination), move.slot)
+            return Copy(move.wire, num_bytes, pairs)
+        memory = self.slab(destination if source is Tier.DISK else source)
+        slot = move.slot if source is Tier.DISK else move.source_slot
+        if memory.on_cpu:
+            if source is Tier.DISK:
+                return Copy(move.wire, num_bytes, load=lambda: self._load(move.source_slot, memory.block_views(slot)))
+            return Copy(move.wire, num_bytes, store=lambda: self._save(memory.block_views(slot), move.slot))
+        # Disk and GPU meet in pinned memory.
+        views = memory.block_views(slot)
+        staged = [view.new_empty(view.shape, device="cpu", pin_memory=True) for view in views]
+        if source is Tier.DISK:
+            pairs = list(zip(views, staged, strict=True))
+            return Copy(move.wire, num_bytes, pairs, load=lambda: self._load(move.source_slot, staged))
+        pairs = list(zip(staged, views, strict=True))
+        return Copy(move.wire, num_bytes, pairs, store=lambda: self._save(staged, move.slot))
+
+    def _load(self, disk_slot: int, views: "list[torch.Tensor]") -> None:
+        for layer, (group, member) in enumerate(self.layout.group_of):
+            keys, values = views[2 * group][member], views[2 * group + 1][member]
+            self.disk_store.read(layer, Run(disk_slot, 1), keys, values)
+
+    def _save(self, views: "list[torch.Tensor]", disk_slot: int) -> None:
+        for layer, (group, member) in enumerate(self.layout.group_of):
+            keys, values = views[2 * group][member], views[2 * group + 1][member]
+            self.disk_store.write(layer, Run(disk_slot, 1), keys, values)
+
+    def close(self) -> None:
+        """Close all stores. Idempotent."""
+        for store in (self.disk, self.host, self.device):
+            if store is not None:
+                store.close()
+
+
+def _open_disk(
+    layout: BlockLayout, config: CacheConfig, budgets: Budgets, path: Path, queue_bytes: int
+) -> BlockStore:
+    # Imported late: it loads lmdb, which a run without a disk tier does not need.
+    from tierkv.storage.spill import SpillStore
+
+    return SpillStore(
+        layout, path, capacity_bytes=budgets.disk, write_batch=config.disk.write_batch, write_queue_bytes=queue_bytes
+    )

@@ -4,102 +4,24 @@
 attention implementation can use it. Layers that are not plain growing attention stay native to transformers.
 
 The container owns the block tables: ``crop``, ``reorder_cache`` and the other verbs change them once and then call the
-native layers. Its tiered layers answer questions and refuse verbs of their own.
+native layers.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.cache_utils import CacheLayerMixin, DynamicCache
+from transformers.cache_utils import DynamicCache
 
 from tierkv.errors import TornForward, UnsafeCall
-from tierkv.integrations.hf_content import CacheContent
+from tierkv.integrations.hf_compat import can_crop, is_dummy
+from tierkv.integrations.hf_content import CacheContent, ForwardInputs
+from tierkv.integrations.hf_layer import TieredLayer
 
 if TYPE_CHECKING:
     from tierkv.engine import Engine
-    from tierkv.sequences import SequenceBatch
-
-
-class TieredLayer(CacheLayerMixin):
-    """One tiered layer of a ``TieredCache``: a window onto the container's sequences."""
-
-    is_croppable = True
-    is_compileable = False
-
-    def __init__(self, sequences: "SequenceBatch", position: int, window: int | None) -> None:
-        """Make the layer at ``position`` of the layout; ``window`` in tokens for sliding attention, else None."""
-        # CacheLayerMixin.__init__ would assign keys and values, which are computed here.
-        self._sequences = sequences
-        self.position = position
-        self.is_sliding = window is not None
-        if window is not None:
-            self.sliding_window = window
-        self._window = window
-
-    @property
-    def is_initialized(self) -> bool:
-        """Whether the layer holds tokens."""
-        return self._sequences.rows > 0
-
-    @property
-    def batch_size(self) -> int:
-        """Rows held, -1 while empty (transformers' own convention)."""
-        return self._sequences.rows or -1
-
-    @property
-    def keys(self) -> torch.Tensor | None:
-        """A copy of all committed keys ``[rows, kv_heads, length, key_dim]``; for inspection, slow."""
-        return self._sequences.read(self.position)[0] if self.is_initialized else None
-
-    @property
-    def values(self) -> torch.Tensor | None:
-        """A copy of all committed values ``[rows, kv_heads, length, value_dim]``; for inspection, slow."""
-        return self._sequences.read(self.position)[1] if self.is_initialized else None
-
-    @keys.setter
-    def keys(self, _: Any) -> None:
-        raise UnsafeCall("the keys of a tiered layer cannot be assigned; use the cache's own verbs")
-
-    @values.setter
-    def values(self, _: Any) -> None:
-        raise UnsafeCall("the values of a tiered layer cannot be assigned; use the cache's own verbs")
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Do nothing: the tiers exist since the engine was made."""
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append to this layer and return all its K and V; see ``TieredCache.update``."""
-        return self._sequences.append(self.position, key_states, value_states)
-
-    def get_seq_length(self) -> int:
-        """Return the committed length: a torn forward does not count."""
-        return self._sequences.length
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return ``(kv_length, kv_offset)`` of what the next ``update`` with that many tokens returns."""
-        length = self.get_seq_length()
-        offset = 0 if self._window is None else max(length - self._window + 1, 0)
-        return length - offset + query_length, offset
-
-    def get_max_length(self) -> int:
-        """Return the window, or -1 for no maximum, as transformers' own layers do."""
-        return -1 if self._window is None else self._window
-
-    def offload(self) -> None:
-        """Do nothing: the engine schedules by itself."""
-
-    def prefetch(self) -> None:
-        """Do nothing: the engine schedules by itself."""
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Refuse: one layer cannot be shorter than the others; crop the cache."""
-        raise UnsafeCall("a tiered layer cannot change alone; call the verb on the cache, which changes all layers at once")
-
-    reset = batch_repeat_interleave = batch_select_indices = reorder_cache = crop  # type: ignore[assignment]
 
 
 class TieredCache(DynamicCache):
@@ -115,8 +37,8 @@ class TieredCache(DynamicCache):
         self.engine = engine
         self.sequences = engine.open()
         self.content = CacheContent()
-        self._offered: tuple[torch.Tensor | None, torch.Tensor | None] | None = None
-        self._in_forward = False
+        self._open: ForwardInputs | None = None  # the forward that is under way
+        self._length_before = 0
         self._torn = False
         self._place_layers()
 
@@ -127,42 +49,58 @@ class TieredCache(DynamicCache):
 
     # -- the forward ----------------------------------------------------------------------------------------------
 
-    def begin_forward(self, ids: torch.Tensor | None, mask: torch.Tensor | None) -> None:
-        """Tell the cache that a forward begins. Called by the attached model's hook.
+    @property
+    def in_forward(self) -> bool:
+        """Whether a forward through this cache is under way."""
+        return self._open is not None
 
-        Args:
-            ids: the ids that are fed, ``[rows, tokens]``, or None where they are unknown.
-            mask: the forward's 2-D attention mask, or None.
+    def begin_forward(self, inputs: ForwardInputs) -> None:
+        """Tell the cache that a forward begins. Called by the attached model's wrapped forward.
 
         Raises:
             TornForward: an earlier forward was interrupted and native layers cannot be rolled back.
-            UnsafeCall: the padding mask contradicts the one that the cached tokens were computed with.
+            UnsafeCall: the padding mask contradicts the one that the cached tokens were computed with, or is too short.
         """
-        if self._in_forward:
-            self.end_forward()
-        if self._torn:
-            raise TornForward(
-                "an earlier forward through this cache was interrupted, and its recurrent or indexed layers cannot be "
-                "rolled back; call cache.reset() and pass the full ids again"
+        self._settle()
+        self._check_torn()
+        length = self.sequences.length
+        if inputs.mask is not None and inputs.mask.shape[1] < length + inputs.count:
+            raise UnsafeCall(
+                f"the attention mask covers {inputs.mask.shape[1]} tokens; it must cover the {length} cached tokens and the "
+                f"{inputs.count} new ones"
             )
-        if mask is not None and mask.dim() != 2:
-            mask = None
-        elif not self.content.same_padding(mask):
+        usual_mask = inputs.plain or inputs.mask is not None
+        if usual_mask and not self.content.same_padding(inputs.mask):
             raise UnsafeCall(
                 "the attention mask says another padding than the cached tokens were computed with; pass the mask of "
                 "the whole sequence, cached tokens included, or call cache.reset()"
             )
-        self._in_forward = True
-        self._offered = (ids, mask)
+        self._length_before = length
+        self._open = inputs
 
-    def end_forward(self) -> None:
-        """Tell the cache that the forward ended, one way or another; an unfinished one is rolled back."""
-        if not self._in_forward:
+    def end_forward(self, *, completed: bool) -> None:
+        """Tell the cache that the forward ended. What an interrupted one has left is rolled back.
+
+        Raises:
+            UnsafeCall: it ended well and yet passed only some of the layers.
+        """
+        if self._open is None:
             return
-        self._in_forward = False
-        self._offered = None
-        if self.sequences.rollback():
-            self._torn = any(getattr(layer, "is_initialized", True) for layer in self._native if not _is_dummy(layer))
+        self._open = None
+        partial = self.sequences.step is not None
+        if self.engine.closed or (completed and not partial):
+            return
+        self.sequences.rollback()
+        before = self._length_before
+        if not before:
+            self.reset()
+        else:
+            if self.sequences.length > before:  # committed, and then a native layer or the head failed
+                self.sequences.crop(before)
+                self.content.crop(before)
+            self._torn = not all(is_dummy(layer) for layer in self._native)
+        if completed:
+            raise UnsafeCall("this forward passed only some of the model's layers, so the cache could not follow it")
 
     @torch.compiler.disable
     def update(
@@ -181,85 +119,96 @@ class TieredCache(DynamicCache):
             K and V as ``DynamicCache`` would return them. For tiered layers they are scratch, valid until this layer's
             attention has run.
         """
+        inputs = self._check_watched()
         gathered = self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
         if self.sequences.length > self.content.length:  # the last tiered layer has just committed the forward
-            ids, mask = self._offered or (None, None)
-            self.content.append(ids, mask, self.sequences.length - self.content.length)
-            self._offered = None
+            self.content.append(inputs, key_states.shape[0], key_states.shape[2], key_states.device)
         return gathered
 
+    def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Update a native layer; see ``Cache.update_conv_state``."""
+        self._check_watched()
+        return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
+
+    def update_recurrent_state(self, recurrent_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Update a native layer; see ``Cache.update_recurrent_state``."""
+        self._check_watched()
+        return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
+
     # -- verbs ----------------------------------------------------------------------------------------------------
+
+    def can_crop(self, tokens_to_remove: int) -> bool:
+        """Whether ``crop`` can remove that many tokens: recurrent layers cannot go back."""
+        return all(can_crop(layer, self.sequences.length, tokens_to_remove) for layer in self._native)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` tokens of every row. Must be at most 0; 0 still trims native layers.
 
         Raises:
-            UnsafeCall: positive, or more tokens than the cache holds.
+            UnsafeCall: positive, more tokens than the cache holds, or native layers that cannot go back.
         """
-        if tokens_to_remove > 0:
-            raise UnsafeCall(f"crop({tokens_to_remove}): pass how many tokens to remove as a negative number")
-        length = self.sequences.length + tokens_to_remove
-        if length < 0:
-            raise UnsafeCall(f"crop({tokens_to_remove}): the cache holds only {self.sequences.length} tokens")
-        if tokens_to_remove:
-            self.sequences.crop(length)
-            self.content.crop(length)
-        for layer in self._native:
-            if hasattr(layer, "crop"):
-                layer.crop(tokens_to_remove)
+        with self._changing():
+            if tokens_to_remove > 0:
+                raise UnsafeCall(f"crop({tokens_to_remove}): pass how many tokens to remove as a negative number")
+            length = self.sequences.length + tokens_to_remove
+            if length < 0:
+                raise UnsafeCall(f"crop({tokens_to_remove}): the cache holds only {self.sequences.length} tokens")
+            if tokens_to_remove and not self.can_crop(tokens_to_remove):
+                raise UnsafeCall(
+                    f"crop({tokens_to_remove}): this model has recurrent or windowed layers that keep no past to go back to; "
+                    f"call cache.reset() and pass the full ids again"
+                )
+            if tokens_to_remove:
+                self.sequences.crop(length)
+                self.content.crop(length)
+            for layer in self._native:
+                if hasattr(layer, "crop") and (tokens_to_remove or getattr(layer, "record_past", False)):
+                    layer.crop(tokens_to_remove)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Make row ``i`` what row ``beam_idx[i]`` is now: block tables move, no tensor is copied."""
-        self._select([int(index) for index in beam_idx.tolist()])
-        for layer in self._native:
-            layer.reorder_cache(beam_idx)
+        self._select(beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row ``repeats`` times, side by side; the copies share blocks."""
         self._select([row for row in range(self.sequences.rows) for _ in range(repeats)])
-        for layer in self._native:
-            layer.batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows ``indices`` (integers or a bool mask), in that order."""
-        chosen = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
-        self._select([int(index) % max(self.sequences.rows, 1) for index in chosen.tolist()])
-        for layer in self._native:
-            layer.batch_select_indices(indices)
+        indices = torch.as_tensor(indices)
+        if indices.dtype == torch.bool:
+            if indices.shape != (self.sequences.rows,):
+                raise UnsafeCall(f"a bool mask over rows must have {self.sequences.rows} entries, not {tuple(indices.shape)}")
+            indices = indices.nonzero().flatten()
+        rows = self.sequences.rows
+        self._select([int(index) + (rows if index < 0 else 0) for index in indices.tolist()])
 
     def reset(self) -> None:
         """Drop all tokens; the cache is as new."""
+        self._open = None
         self.sequences.reset()
         self.content = CacheContent()
-        self._in_forward = self._torn = False
-        self._offered = None
-        fresh = DynamicCache(config=self._config)
-        for index, layer in enumerate(self.layers):
-            if not isinstance(layer, TieredLayer):
-                self.layers[index] = fresh.layers[index]
-        self._native = [layer for layer in self.layers if not isinstance(layer, TieredLayer)]
+        self._torn = False
+        self._reset_native()
 
     def close(self) -> None:
         """Give the cache's blocks back now; it cannot be used afterwards. Happens by itself when it is collected."""
+        self._open = None
         self.sequences.release()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TieredCache":
         """Return a fork: the same blocks, copied only where one of the two writes."""
-        twin = TieredCache.__new__(TieredCache)
-        memo[id(self)] = twin
-        twin.__dict__.update(self.__dict__)
-        twin.sequences = self.sequences.fork()
-        twin.content = self.content.fork()
-        twin._offered = None
-        twin.layers = [
-            layer if isinstance(layer, TieredLayer) else copy.deepcopy(layer, memo) for layer in self.layers
-        ]
-        twin._place_layers()
-        return twin
-
-    def _select(self, indices: Sequence[int]) -> None:
-        self.sequences.select(indices)
-        self.content.select(indices)
+        with self._changing():
+            twin = TieredCache.__new__(TieredCache)
+            memo[id(self)] = twin
+            twin.__dict__.update(self.__dict__)
+            twin.sequences = self.sequences.fork()
+            twin.content = self.content.fork()
+            twin.layers = [
+                layer if isinstance(layer, TieredLayer) else copy.deepcopy(layer, memo) for layer in self.layers
+            ]
+            twin._place_layers()
+            return twin
 
     @property
     def is_compileable(self) -> bool:
@@ -269,6 +218,57 @@ class TieredCache(DynamicCache):
     def __repr__(self) -> str:
         return f"TieredCache(rows={self.sequences.rows}, length={self.sequences.length})"
 
+    # -- internals ------------------------------------------------------------------------------------------------
 
-def _is_dummy(layer: Any) -> bool:
-    return type(layer).__name__ == "DummyLayer"
+    def _select(self, indices: Sequence[int]) -> None:
+        with self._changing():
+            if not self.sequences.rows:
+                return
+            self.sequences.select(indices)
+            self.content.select(indices)
+            if not indices:
+                self.content = CacheContent()
+            index = torch.tensor(indices, dtype=torch.long)
+            for layer in self._native:
+                layer.reorder_cache(index)
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Forget an interrupted forward, then keep other threads out of the engine while the block runs."""
+        self._settle()
+        self._check_torn()
+        self.engine.check_open()
+        with self.engine.exclusive():
+            yield
+
+    def _settle(self) -> None:
+        """Forget a forward whose end nobody reported."""
+        if self._open is not None:
+            self.end_forward(completed=False)
+
+    def _check_torn(self) -> None:
+        if self._torn:
+            raise TornForward(
+                "an earlier forward through this cache was interrupted, and its recurrent or indexed layers cannot be "
+                "rolled back; call cache.reset() and pass the full ids again"
+            )
+
+    def _check_watched(self) -> ForwardInputs:
+        self.engine.check_open()
+        if self._open is None:
+            raise UnsafeCall(
+                "this forward did not come through the model that tierkv is attached to, so nobody could tell what the cache "
+                "holds; call that model itself"
+            )
+        return self._open
+
+    def _reset_native(self) -> None:
+        """Put new native layers in place of the old ones."""
+        fresh = DynamicCache(config=self._config)
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, TieredLayer):
+                continue
+            self.layers[index] = fresh.layers[index]
+            if getattr(layer, "record_past", False):
+                fresh.layers[index].activate_past_recording()
+        self._native = [layer for layer in self.layers if not isinstance(layer, TieredLayer)]

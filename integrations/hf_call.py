@@ -5,18 +5,23 @@ cache longer than the prompt or of other content, assisted decoding or prompt lo
 ``use_cache=False`` with a cache, only the new ids without a mask. Each is made right here, or refused with a sentence.
 """
 
-import inspect
 import logging
 from dataclasses import dataclass
-from functools import cache as cached
 from typing import Any
 
 import torch
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import PreTrainedModel
 
 from tierkv.errors import UnsafeCall
 from tierkv.integrations.hf_cache import TieredCache
-from tierkv.integrations.hf_compat import CACHE_ARGUMENTS, effective_generation_config, max_length
+from tierkv.integrations.hf_compat import (
+    CACHE_ARGUMENTS,
+    bound_arguments,
+    drafts_tokens,
+    effective_generation_config,
+    effective_mask,
+    max_length,
+)
 
 log = logging.getLogger(__name__)
 
@@ -26,57 +31,63 @@ class GenerateCall:
     """One call of ``generate``.
 
     Attributes:
-        args: positional arguments, passed on unchanged.
-        kwargs: keyword arguments; the cache is always under ``cache``.
+        arguments: all arguments by name; the cache is always under ``cache``.
         config: the effective generation config.
-        ids: prompt ids ``[batch, tokens]``, or None for embeddings.
+        ids: prompt ids ``[batch, tokens]``, or None where embeddings decide.
+        mask: the padding mask as passed, 2-D, or None.
         cache: the tiered cache that the user passed, or None.
         foreign: another cache that the user passed, or None.
         batch: prompts.
         prompt_tokens: tokens of each prompt, as passed.
         repeats: rows per prompt (beams or returned sequences).
-        cached_tokens: tokens that the cache holds besides the ids that are passed.
+        longest: the most tokens a row can reach, cached ones included.
+        drafts: whether candidates are drafted and verified.
     """
 
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    arguments: dict[str, Any]
     config: Any
     ids: torch.Tensor | None
+    mask: torch.Tensor | None
     cache: TieredCache | None
     foreign: Any
     batch: int
     prompt_tokens: int
     repeats: int
-    cached_tokens: int = 0
+    longest: int
+    drafts: bool
 
     @classmethod
     def read(cls, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "GenerateCall":
-        """Understand a call without running it."""
-        kwargs = dict(kwargs)
-        given = [kwargs.pop(name) for name in CACHE_ARGUMENTS if kwargs.get(name) is not None]
+        """Understand a call without running it.
+
+        Raises:
+            TypeError: the arguments do not fit the signature of ``generate``.
+        """
+        named = bound_arguments(args, kwargs)
+        given = [named.pop(name) for name in CACHE_ARGUMENTS if named.get(name) is not None]
         chosen = given[0] if given else None
-        named = dict(zip(_parameters(), args, strict=False)) | kwargs
-        config_kwargs = {name: value for name, value in named.items() if name not in _parameters()}
-        config = effective_generation_config(model, named.get("generation_config"), config_kwargs)
-        ids = named.get("input_ids", named.get("inputs"))
-        embeds = named.get("inputs_embeds")
-        if embeds is not None and (ids is None or ids.shape[1] == 0):
+        config = effective_generation_config(model, named)
+        ids, embeds = named.get("input_ids"), named.get("inputs_embeds")
+        ids = named.get("inputs") if ids is None else ids
+        batch, tokens = (1, 1) if ids is None else (ids.shape[0], ids.shape[-1])
+        if embeds is not None:
             ids = None
             batch, tokens = embeds.shape[:2]
-        else:
-            batch, tokens = (ids.shape[0], ids.shape[1]) if ids is not None and ids.dim() == 2 else (1, 1)
+        mask = named.get("attention_mask")
         if chosen is not None:
-            kwargs["cache"] = chosen
+            named["cache"] = chosen
         return cls(
-            args,
-            kwargs,
-            config,
-            ids,
-            chosen if isinstance(chosen, TieredCache) else None,
-            None if isinstance(chosen, TieredCache) else chosen,
-            batch,
-            tokens,
-            max(config.num_beams or 1, config.num_return_sequences or 1),
+            arguments=named,
+            config=config,
+            ids=ids,
+            mask=mask if mask is not None and mask.dim() == 2 else None,
+            cache=chosen if isinstance(chosen, TieredCache) else None,
+            foreign=None if isinstance(chosen, TieredCache) else chosen,
+            batch=batch,
+            prompt_tokens=tokens,
+            repeats=max(config.num_beams or 1, config.num_return_sequences or 1),
+            longest=max_length(model, config, named, tokens),
+            drafts=drafts_tokens(config, named.get("assistant_model")),
         )
 
     @property
@@ -85,27 +96,13 @@ class GenerateCall:
         return self.batch * self.repeats
 
     @property
-    def longest(self) -> int:
-        """The most tokens a row can reach, cached ones included."""
-        return self.cached_tokens + max_length(self.config, self.prompt_tokens)
-
-    @property
     def returns_cache(self) -> bool:
         """Whether the result carries the cache to the user."""
         return bool(self.config.return_dict_in_generate)
 
-    @property
-    def drafts(self) -> bool:
-        """Whether candidates are drafted and verified (assisted decoding, prompt lookup)."""
-        return (
-            self.kwargs.get("assistant_model") is not None
-            or self.config.prompt_lookup_num_tokens is not None
-            or self.config.assistant_early_exit is not None
-        )
-
     def use(self, cache: TieredCache) -> None:
         """Run the call on ``cache``."""
-        self.kwargs["cache"] = cache
+        self.arguments["cache"] = cache
 
     def not_ours(self) -> str:
         """Return why tierkv must leave this call alone; empty when it need not.
@@ -123,7 +120,7 @@ class GenerateCall:
         if self.config.assistant_early_exit is not None:
             if self.cache is not None:
                 raise UnsafeCall(
-                    "assistant_early_exit runs only the first layers over the cache, which a tiered cache would roll back; "
+                    "assistant_early_exit runs only the first layers over the cache, which a tiered cache cannot follow; "
                     "use an assistant model or prompt_lookup_num_tokens instead"
                 )
             return "assistant_early_exit runs only the first layers over the cache"
@@ -131,7 +128,7 @@ class GenerateCall:
             return f"a cache of type {type(self.foreign).__name__} was passed, and it wins"
         if self.config.cache_implementation is not None and self.cache is None:
             return f"cache_implementation={self.config.cache_implementation!r} was set, and it wins"
-        if isinstance(self.kwargs.get("custom_generate"), str):
+        if isinstance(self.arguments.get("custom_generate"), str):
             return "custom_generate runs code from elsewhere"
         return ""
 
@@ -146,70 +143,70 @@ class GenerateCall:
         """
         held = cache.sequences.length
         if held == 0:
+            cache.reset()
             return
-        ids = self.ids
-        if ids is None:
+        if self.ids is None or self.ids.dim() != 2:
             raise UnsafeCall(
-                "inputs_embeds cannot be compared with what the cache holds; pass ids, or an empty cache"
+                "inputs_embeds (or no input at all) cannot be compared with what the cache holds; pass ids, or an empty cache"
             )
-        if not cache.content.known or cache.content.length != held:
-            raise UnsafeCall(
-                "this cache was filled by a forward whose ids are unknown (embeddings, or a part of the model called "
-                "directly), so nobody can tell whether this call continues it; call cache.reset() and pass the full ids"
-            )
-        self._match_rows(cache, ids)
-        mask = self.kwargs.get("attention_mask")
-        if mask is not None and mask.dim() == 2 and mask.shape[1] != ids.shape[1]:
-            if mask.shape[1] != held + ids.shape[1]:
-                raise UnsafeCall(
-                    f"the attention mask covers {mask.shape[1]} tokens; it must cover the ids ({ids.shape[1]}) or, where only "
-                    f"new ids are passed, the {held} cached tokens and the ids ({held + ids.shape[1]})"
-                )
-            if self.drafts:
-                raise UnsafeCall("assisted decoding on a filled cache needs the full ids, cached tokens included")
-            self.cached_tokens = held
-            self._repeat_rows(cache)
-            return
-        self._keep_prefix(cache, ids, held)
-        self._repeat_rows(cache)
-
-    def _match_rows(self, cache: TieredCache, ids: torch.Tensor) -> None:
         rows = cache.sequences.rows
         if rows not in (self.batch, self.rows):
             raise UnsafeCall(
                 f"the cache holds {rows} rows and the call has {self.batch} prompts with {self.repeats} rows each; use "
                 f"cache.batch_select_indices to choose the rows that the prompts continue, or cache.reset()"
             )
+        if self.mask is not None and self.mask.shape[1] != self.ids.shape[1]:
+            self._continue(cache, self.mask)
+        else:
+            self._keep_prefix(cache, self.ids)
+        if cache.sequences.rows == self.batch and self.repeats > 1:
+            cache.batch_repeat_interleave(self.repeats)
 
-    def _keep_prefix(self, cache: TieredCache, ids: torch.Tensor, held: int) -> None:
-        if cache.sequences.rows != ids.shape[0]:
-            ids = ids.repeat_interleave(self.repeats, dim=0)
-        shared = cache.content.common_prefix(ids)
+    def _continue(self, cache: TieredCache, mask: torch.Tensor) -> None:
+        """Only new ids are passed, with a mask over all tokens."""
+        held, new = cache.sequences.length, self.prompt_tokens
+        if mask.shape[1] != held + new:
+            raise UnsafeCall(
+                f"the attention mask covers {mask.shape[1]} tokens; it must cover the ids ({new}) or, where only new ids are "
+                f"passed, the {held} cached tokens and the ids ({held + new})"
+            )
+        if self.drafts:
+            raise UnsafeCall("assisted decoding on a filled cache needs the full ids, cached tokens included")
+        if self.config.repetition_penalty not in (None, 1.0) or self.config.no_repeat_ngram_size:
+            raise UnsafeCall("repetition_penalty and no_repeat_ngram_size must see the cached tokens too; pass the full ids")
+        if not cache.content.continues:
+            raise UnsafeCall(
+                "this cache was filled with positions or masks of the caller's own, so new ids would get other positions "
+                "than they continue; call cache.reset() and pass the full ids"
+            )
+        if not cache.content.same_padding(self._for_rows_of(cache, mask)):
+            raise UnsafeCall("the attention mask says another padding than the cached tokens were computed with")
+        self.longest += held
+
+    def _keep_prefix(self, cache: TieredCache, ids: torch.Tensor) -> None:
+        """The full ids are passed: keep what they share with the cache."""
+        held, count = cache.sequences.length, ids.shape[1]
+        mask = effective_mask(self.config, ids, self.mask)
+        shared = cache.content.common_prefix(
+            self._for_rows_of(cache, ids), None if mask is None else self._for_rows_of(cache, mask)
+        )
         if shared == 0:
             raise UnsafeCall(
                 f"the cache holds {held} tokens and the ids do not continue them; pass the full ids (cached tokens "
                 f"included), or the new ids with a mask over all tokens, or call cache.reset() for a new text"
             )
-        keep = min(shared, ids.shape[1] - 1)
-        if self.drafts:
-            keep = 0  # transformers feeds the whole prompt again there, whatever the cache holds
+        # At least one token must be computed. Drafting feeds the whole prompt again, whatever the cache holds (5.24).
+        keep = 0 if self.drafts else min(shared, count - 1)
         if keep == held:
             return
-        if shared < min(held, ids.shape[1]):
+        if shared < min(held, count):
             log.warning("the ids continue only %d of the %d cached tokens; the rest is dropped and computed again", shared, held)
         cache.engine.count(tokens_cropped=held - keep)
-        if keep and cache.is_croppable:
+        if keep and cache.can_crop(keep - held):
             cache.crop(keep - held)
         else:
             cache.reset()
 
-    def _repeat_rows(self, cache: TieredCache) -> None:
-        if cache.sequences.rows == self.batch and self.repeats > 1:
-            cache.batch_repeat_interleave(self.repeats)
-
-
-@cached
-def _parameters() -> tuple[str, ...]:
-    """Return the named parameters of ``generate``, in order."""
-    parameters = inspect.signature(GenerationMixin.generate).parameters.values()
-    return tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.name != "self")
+    def _for_rows_of(self, cache: TieredCache, per_prompt: torch.Tensor) -> torch.Tensor:
+        """Repeat what is said per prompt for every row of a cache that was filled by beams."""
+        return per_prompt.repeat_interleave(cache.sequences.rows // self.batch, dim=0)

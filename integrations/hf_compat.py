@@ -4,16 +4,27 @@ Checked: transformers 5.24. There ``cache=`` replaced ``past_key_values=``, ``cr
 (at most 0), and ``update`` is called as ``update(k, v, layer_idx, kwargs=...)``.
 """
 
+import inspect
+from functools import cache as cached
 from typing import Any, Final
 
-from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, get_layer_types_and_kwargs
+import torch
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.cache_utils import (
+    DummyLayer,
+    DynamicCache,
+    DynamicIndexedLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+)
+from transformers.generation.configuration_utils import GenerationMode
 
 from tierkv.errors import UnsupportedModel
 from tierkv.layout import BlockLayout, LayerSpec, kv_shape
 
-CACHE_ARGUMENTS: Final = ("cache", "past_key_values")
-"""Names under which a model takes its cache; the first wins where both are given (5.24)."""
+CACHE_ARGUMENTS: Final = ("cache", "past_key_values", "cache_params")
+"""Names under which a model takes its cache; the first wins where several are given (5.24)."""
 
 OWN_CACHE_TYPES: Final = {"deepseek_v4", "minimax_m3", "mllama"}
 """Model types whose attention reads fields of cache layers of their own (5.24)."""
@@ -42,6 +53,8 @@ def block_layout(model: PreTrainedModel, block_size: int) -> tuple[BlockLayout, 
             f"{name} is an encoder-decoder: its cross-attention reads cache tensors directly, which cannot be tiered; "
             f"use a decoder-only model, or call generate without attaching tierkv"
         )
+    if not model.can_generate():
+        raise UnsupportedModel(f"{type(model).__name__} has no generate; attach to the model with a language-model head")
     if name in OWN_CACHE_TYPES or not model._supports_default_dynamic_cache():  # noqa: SLF001 - no public way (5.24)
         raise UnsupportedModel(f"{name} keeps its KV in cache layers of its own, which cannot be tiered")
     devices = {parameter.device for parameter in model.parameters() if parameter.device.type != "meta"}
@@ -49,37 +62,124 @@ def block_layout(model: PreTrainedModel, block_size: int) -> tuple[BlockLayout, 
         raise UnsupportedModel(
             f"the model is spread over {', '.join(sorted(map(str, devices)))}; this version tiers a model on one device"
         )
-    sharing = getattr(config, "kv_sharing_modes", None) or []
-    shared_types = getattr(config, "num_kv_shared_layers", 0) or 0
     specs = []
     template = DynamicCache(config=config)
     per_layer = config.per_layer_config
+    sharing = getattr(config, "kv_sharing_modes", None) or [None] * len(per_layer)
     for index, layer in enumerate(template.layers):
-        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
-            continue
-        if (index < len(sharing) and sharing[index]) or shared_types:
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) or sharing[index]:
             continue
         window = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
-        specs.append(LayerSpec(index, *kv_shape(per_layer[index]), window))
+        specs.append(LayerSpec(index, *_kv_shape(per_layer[index]), window))
     if not specs:
+        kept = " and ".join(sorted({_kept_by(layer) for layer in template.layers}))
         raise UnsupportedModel(
-            f"no layer of {name} keeps a plain growing KV cache (they are recurrent, indexed or read by other layers), "
-            f"so there is nothing to tier; call generate without attaching tierkv"
+            f"no layer of {name} keeps a plain growing KV cache (they keep {kept}), so there is nothing to tier; call "
+            f"generate without attaching tierkv"
         )
     dtype = str(model.dtype).removeprefix("torch.")
     return BlockLayout(tuple(specs), block_size, dtype), len(template.layers) - len(specs)
 
 
-def effective_generation_config(model: PreTrainedModel, generation_config: Any, kwargs: dict[str, Any]) -> Any:
-    """Return the generation config that ``generate`` will use, as it computes it itself (5.24)."""
-    config, _ = model._prepare_generation_config(generation_config, **kwargs)  # noqa: SLF001 - no public way (5.24)
+def _kv_shape(config: Any) -> tuple[int, int, int]:
+    """Return ``(kv_heads, key_dim, value_dim)`` of what one layer really hands to the cache (5.24)."""
+    kv_heads, key_dim, value_dim = kv_shape(config)
+    if config.model_type == "falcon" and config.new_decoder_architecture:
+        kv_heads = config.num_attention_heads  # it repeats its KV heads before it caches them
+    return kv_heads, key_dim, value_dim
+
+
+def _kept_by(layer: Any) -> str:
+    """Say what a layer keeps that is not plain KV."""
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        both = isinstance(layer, DynamicLayer)
+        return "recurrent state and KV in one layer" if both else "recurrent or convolution state"
+    if isinstance(layer, DynamicIndexedLayer):
+        return "an index beside their KV"
+    if is_dummy(layer):
+        return "nothing"
+    return "KV that other layers read" if isinstance(layer, DynamicLayer) else f"a {type(layer).__name__}"
+
+
+def watched_modules(model: PreTrainedModel) -> list[torch.nn.Module]:
+    """Return the modules whose forward takes the cache and may be called by users: the model, and its decoder."""
+    decoder = model.get_decoder()
+    return [model] if decoder is model else [model, decoder]
+
+
+def is_dummy(layer: Any) -> bool:
+    """Whether a cache layer holds nothing."""
+    return isinstance(layer, DummyLayer)
+
+
+def can_crop(layer: Any, length: int, tokens_to_remove: int) -> bool:
+    """Whether a native cache layer can forget the last ``-tokens_to_remove`` of ``length`` tokens.
+
+    ``is_croppable`` does not say all (5.24): windowed and convolution layers raise unless they record their past, and
+    give wrong states when more is removed than they recorded.
+    """
+    removed = -tokens_to_remove
+    if not removed or is_dummy(layer):
+        return True
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        recorded = all(
+            state is None or state.shape[-1] >= length or state.shape[-1] - removed >= layer.conv_kernel_size[index]
+            for index, state in layer.conv_states.items()
+        )
+        return layer.is_croppable and layer.record_past and recorded and not isinstance(layer, DynamicLayer)
+    if isinstance(layer, DynamicSlidingWindowLayer):
+        if layer.keys is None:
+            return False
+        recorded = layer.record_past or length < layer.sliding_window
+        return recorded and layer.keys.shape[-2] - removed >= min(layer.sliding_window - 1, length - removed)
+    return bool(layer.is_croppable)
+
+
+def bound_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of one call of ``generate`` by name.
+
+    Raises:
+        TypeError: they do not fit its signature.
+    """
+    bound = _generate_signature().bind(None, *args, **kwargs).arguments
+    named = {name: value for name, value in bound.items() if name not in ("self", "kwargs")}
+    return named | bound.get("kwargs", {})
+
+
+def effective_generation_config(model: PreTrainedModel, named: dict[str, Any]) -> Any:
+    """Return the generation config that ``generate`` will use for these arguments, as it computes it itself (5.24)."""
+    settings = {name: value for name, value in named.items() if name not in _generate_signature().parameters}
+    config, _ = model._prepare_generation_config(named.get("generation_config"), **settings)  # noqa: SLF001 - no public way (5.24)
     return config
 
 
-def max_length(config: Any, prompt_tokens: int) -> int:
-    """Return the longest sequence, in tokens, that ``generate`` can produce under ``config``."""
+def drafts_tokens(config: Any, assistant_model: Any) -> bool:
+    """Whether candidates are drafted and verified (assisted decoding, prompt lookup, multi-token prediction)."""
+    return bool(config.get_generation_mode(assistant_model) == GenerationMode.ASSISTED_GENERATION)
+
+
+def effective_mask(config: Any, ids: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the padding mask ``[rows, tokens]`` that ``generate`` will use: without one it looks for pad ids (5.24)."""
+    if given is not None:
+        return given
+    ends = config.eos_token_id if isinstance(config.eos_token_id, list | tuple) else [config.eos_token_id]
+    if config.pad_token_id is None or config.pad_token_id in ends:
+        return None
+    return ids != config.pad_token_id
+
+
+def max_length(model: PreTrainedModel, config: Any, named: dict[str, Any], prompt_tokens: int) -> int:
+    """Return the longest sequence, in tokens, that ``generate`` can produce with these arguments (5.24)."""
     if config.max_new_tokens is not None:
         return prompt_tokens + int(config.max_new_tokens)
-    if config.max_length is not None:
-        return max(int(config.max_length), prompt_tokens + 1)
-    return prompt_tokens + 20  # the library's default (5.24)
+    given = named.get("generation_config")
+    asked = [named.get("max_length"), getattr(given, "max_length", None), model.generation_config.max_length]
+    total = int(config.max_length)
+    if all(length is None for length in asked):
+        total += prompt_tokens  # the library's default counts new tokens
+    return max(total, prompt_tokens + 1)
+
+
+@cached
+def _generate_signature() -> inspect.Signature:
+    return inspect.signature(GenerationMixin.generate)

@@ -5,21 +5,23 @@ call can silently produce other tokens than a fresh run; refuse what cannot fit 
 block be lost on the way, run once more from the ids.
 """
 
+import functools
 import logging
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
-import torch
 from transformers import PreTrainedModel
 
 from tierkv.config import CacheConfig, load_config
-from tierkv.engine import Engine, resolve_budgets
-from tierkv.errors import BlockLost, StoreFull, TierKVError, UnsupportedModel
+from tierkv.engine import Engine
+from tierkv.errors import BlockLost, StoreFull, TierKVError, UnsafeCall, UnsupportedModel
 from tierkv.integrations.hf_cache import TieredCache
 from tierkv.integrations.hf_call import GenerateCall
-from tierkv.integrations.hf_compat import CACHE_ARGUMENTS, block_layout, text_config
-from tierkv.integrations.hf_replay import ReplayStreamer
+from tierkv.integrations.hf_compat import block_layout, text_config, watched_modules
+from tierkv.integrations.hf_forward import WatchedForward
+from tierkv.integrations.hf_replay import Replay
+from tierkv.machine import resolve_budgets
 
 log = logging.getLogger(__name__)
 
@@ -60,13 +62,19 @@ class ModelEngine(Engine):
         """Make the engine and wrap the model; see ``Engine`` for the arguments. ``attach`` calls this."""
         super().__init__(*args, **kwargs)
         self._model = model
-        self._generate = model.generate
-        self._hooks = [
-            model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
-            model.register_forward_hook(self._after_forward, with_kwargs=True, always_call=True),
-        ]
         self._overridden = model.__dict__.get("generate")
-        model.generate = self._wrapped_generate  # type: ignore[method-assign]
+        self._generate = model.generate
+
+        @functools.wraps(model.generate)
+        def generate(*args: Any, **kwargs: Any) -> Any:
+            """Stand in for ``model.generate``; same arguments, same result."""
+            return self._run_call(args, kwargs)
+
+        self._wrapper = generate
+        self._watched = [
+            WatchedForward(self, module, outermost=module is model) for module in watched_modules(model)
+        ]
+        model.generate = self._wrapper  # type: ignore[method-assign]
         setattr(model, _ATTACHED, self)
 
     def new_cache(self) -> TieredCache:
@@ -79,100 +87,59 @@ class ModelEngine(Engine):
 
     def close(self) -> None:
         """Undo ``attach``, end the threads and remove the spill files. Idempotent."""
-        if getattr(self._model if hasattr(self, "_model") else None, _ATTACHED, None) is self:
-            for hook in self._hooks:
-                hook.remove()
-            if self._overridden is None:
-                del self._model.generate
-            else:
-                self._model.generate = self._overridden  # type: ignore[method-assign]
+        if getattr(self._model, _ATTACHED, None) is self:
+            for watched in self._watched:
+                watched.remove()
+            # Somebody else may have wrapped generate again since: then ours stays inside, and passes calls on.
+            if self._model.__dict__.get("generate") is self._wrapper:
+                if self._overridden is None:
+                    del self._model.generate
+                else:
+                    self._model.generate = self._overridden  # type: ignore[method-assign]
             delattr(self._model, _ATTACHED)
         super().close()
 
-    # -- generate -------------------------------------------------------------------------------------------------
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise TierKVError("a model cannot be copied while tierkv is attached to it; close the engine first")
 
-    def _wrapped_generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Stand in for ``model.generate``; same arguments, same result."""
+    __reduce_ex__ = __deepcopy__  # type: ignore[assignment]
+
+    def _run_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.closed:
+            return self._generate(*args, **kwargs)
         self.check_open()
         call = GenerateCall.read(self._model, args, kwargs)
         reason = call.not_ours()
         if reason:
-            if reason != "quiet":
-                log.warning("tierkv is attached but not used for this call: %s", reason)
+            log.warning("tierkv is attached but not used for this call: %s", reason)
             return self._generate(*args, **kwargs)
-        cache = call.cache
-        own = cache is None
-        if cache is None:
-            cache = self.new_cache()
-            call.use(cache)
-        elif cache.engine is not self:
-            raise TierKVError("the cache belongs to another engine; make it with this engine's new_cache()")
-        else:
-            call.make_safe(cache)
+        if call.cache is None:
+            return self._run_on_own_cache(call)
+        if call.cache.engine is not self:
+            raise UnsafeCall("the cache belongs to another engine; make one with this engine's new_cache()")
+        call.make_safe(call.cache)
+        self.reserve(call.cache.sequences, call.rows, call.longest)
+        return self._generate(**call.arguments)
+
+    def _run_on_own_cache(self, call: GenerateCall) -> Any:
+        """Run on a new cache; should a block be lost, run once more from the ids."""
+        cache = self.new_cache()
+        call.use(cache)
+        handed_over = False
         try:
             self.reserve(cache.sequences, call.rows, call.longest)
-            if not own:
-                return self._run(call)
-            return self._run_with_retry(call, cache)
-        except BaseException:
-            own = own or False
-            raise
+            replay = Replay(call.arguments, self.device)
+            try:
+                output = self._generate(**call.arguments)
+            except (BlockLost, StoreFull) as error:
+                log.warning("the disk tier failed (%s); generating again from the ids", error)
+                self.count(recomputes=1)
+                cache.reset()
+                self.reserve(cache.sequences, call.rows, call.longest)
+                replay.start_over()
+                output = self._generate(**call.arguments)
+            handed_over = call.returns_cache
+            return output
         finally:
-            self._leave_forward(cache)
-            if own and not call.returns_cache:
+            if not handed_over:
                 cache.close()
-
-    def _run(self, call: GenerateCall) -> Any:
-        return self._generate(*call.args, **call.kwargs)
-
-    def _run_with_retry(self, call: GenerateCall, cache: TieredCache) -> Any:
-        """Run; should a block be lost, run once more from the ids with the same random state."""
-        states = _random_states(self.device)
-        replay = ReplayStreamer.around(call)
-        try:
-            return self._run(call)
-        except (BlockLost, StoreFull) as error:
-            log.warning("the disk tier failed (%s); generating again from the ids", error)
-            self.count(recomputes=1)
-        self._leave_forward(cache)
-        cache.reset()
-        self.reserve(cache.sequences, call.rows, call.longest)
-        if replay is not None:
-            replay.start_over()
-        _restore_random_states(self.device, states)
-        return self._run(call)
-
-    # -- forward hooks --------------------------------------------------------------------------------------------
-
-    def _before_forward(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        cache = next((kwargs[name] for name in CACHE_ARGUMENTS if kwargs.get(name) is not None), None)
-        if not isinstance(cache, TieredCache) or cache.engine is not self:
-            return
-        self.check_open()
-        ids = kwargs.get("input_ids", args[0] if args else None)
-        if kwargs.get("inputs_embeds") is not None:
-            ids = None
-        self.enter_forward()
-        cache.begin_forward(ids, kwargs.get("attention_mask"))
-
-    def _after_forward(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        cache = next((kwargs[name] for name in CACHE_ARGUMENTS if kwargs.get(name) is not None), None)
-        if isinstance(cache, TieredCache) and cache.engine is self:
-            self._leave_forward(cache)
-
-    def _leave_forward(self, cache: TieredCache) -> None:
-        try:
-            if not self.closed:
-                cache.end_forward()
-        finally:
-            self.leave_forward()
-
-
-def _random_states(device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-
-def _restore_random_states(device: torch.device, states: tuple[torch.Tensor, torch.Tensor | None]) -> None:
-    torch.set_rng_state(states[0])
-    if states[1] is not None:
-        torch.cuda.set_rng_state(states[1], device)

@@ -6,7 +6,7 @@ slot, and whether a slot may be reused, is the tier manager's knowledge. The sha
 """
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
     import torch
@@ -22,14 +22,12 @@ class BlockStore(ABC):
     layout: "BlockLayout"
 
     @abstractmethod
-    def write(
-        self, layer: int, run: "Run", keys: "torch.Tensor", values: "torch.Tensor", first_token: int = 0
-    ) -> None:
+    def write(self, layer: int, run: "Run", keys: "torch.Tensor", values: "torch.Tensor", first_token: int = 0) -> None:
         """Write tokens into the slots of ``run``, beginning ``first_token`` tokens into its first slot.
 
         Args:
             layer: position in ``layout.layers``.
-            run: adjacent slots; the tokens must fit, ``first_token + tokens <= run.count * block_size``.
+            run: adjacent slots; the tokens must fit, ``first_token + tokens <= run.length * block_size``.
             keys: ``[kv_heads, tokens, key_dim]`` of the layout's dtype; may be a strided view. The store does not
                 keep a reference to it after returning.
             values: ``[kv_heads, tokens, value_dim]``.
@@ -43,9 +41,7 @@ class BlockStore(ABC):
         """
 
     @abstractmethod
-    def read(
-        self, layer: int, run: "Run", keys: "torch.Tensor", values: "torch.Tensor", first_token: int = 0
-    ) -> None:
+    def read(self, layer: int, run: "Run", keys: "torch.Tensor", values: "torch.Tensor", first_token: int = 0) -> None:
         """Fill ``keys`` and ``values`` from the slots of ``run``, beginning ``first_token`` tokens into the first.
 
         Args:
@@ -71,8 +67,8 @@ class BlockStore(ABC):
     def close(self) -> None:
         """Release memory, files and threads. Idempotent."""
 
-    def __enter__(self) -> "BlockStore":
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exc_info: Any) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()

@@ -7,7 +7,8 @@ from memory, so no reader sees that they are late. What is kept and why:
   commits later, so a map holds fewer records than fit into it: ``usable_records`` says how many.
 - **Never ``writemap``**: with it a full file system kills the process (SIGBUS); without it, a commit fails.
 - **Readahead stays on**: without it, cold values of this size were read at a twentieth of the disk's speed.
-- **Read transactions are short**, since an open one keeps every page freed after it from being reused.
+- **Read transactions are short, and a commit waits for those that outlived the one before.** An open one keeps every
+  page freed after it from being reused; commits that then take pages elsewhere break up the room that values need.
 - **Nothing that was accepted is lost** while the process lives: when a commit fails, the store stops accepting and goes
   on serving what it holds in memory.
 """
@@ -32,6 +33,7 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MAX_KEY_BYTES: Final = 511
+_OLD_READER_SECONDS: Final = 0.1
 _DRAIN_SECONDS: Final = 1.0
 
 # Open stores of this process, by (process, real path): LMDB's locks break if a file is opened twice in a process.
@@ -114,7 +116,9 @@ class LmdbStore:
         self._queue = WriteQueue(f"the store {self.path}", write_queue_bytes, wait_seconds)
         self._lock = threading.Lock()
         self._readers_changed = threading.Condition(self._lock)
-        self._readers = 0
+        # Reads of the file under way, each with the number of commits before it.
+        self._reading: dict[object, int] = {}
+        self._commits = 0
         self._draining = False
         self._closed = False
         self._writer = threading.Thread(target=self._write, name=f"tierkv-lmdb-{self.path.name}", daemon=True)
@@ -159,26 +163,24 @@ class LmdbStore:
             ClosedError: the store is closed.
         """
         self._check_process()
-        counted = False
+        self._check_open()
+        operation = self._queue.find(key)
+        if operation is not None:
+            if operation.value is None:
+                raise self._missing(key)
+            return use(memoryview(operation.value).toreadonly().cast("B"))
+        this = object()
         try:
             with self._lock:
                 if self._draining:
                     self._readers_changed.wait_for(lambda: not self._draining, _DRAIN_SECONDS)
                 self._check_open()
-                # Two stores without a call between: Ctrl-C cannot part them.
-                self._readers += 1
-                counted = True
-            operation = self._queue.find(key)
-            if operation is None:
-                return self._read(key, use)
-            if operation.value is None:
-                raise self._missing(key)
-            return use(memoryview(operation.value).toreadonly().cast("B"))
+                self._reading[this] = self._commits
+            return self._read(key, use)
         finally:
-            if counted:
-                with self._lock:
-                    self._readers -= 1
-                    self._readers_changed.notify_all()
+            with self._lock:
+                self._reading.pop(this, None)
+                self._readers_changed.notify_all()
 
     def delete(self, keys: Iterable[bytes]) -> None:
         """Delete values, in order with puts; keys without one are fine. Never waits.
@@ -240,9 +242,9 @@ class LmdbStore:
         self._writer.join(self._wait_seconds)
         with self._lock:
             self._closed = True
-            self._readers_changed.wait_for(lambda: self._readers == 0, _DRAIN_SECONDS)
+            self._readers_changed.wait_for(lambda: not self._reading, _DRAIN_SECONDS)
             # Closing the map under a thread that reads from it would crash the process.
-            if self._writer.is_alive() or self._readers:
+            if self._writer.is_alive() or self._reading:
                 raise TransferTimeout(f"the store {self.path} is still in use and stays open")
         with _registry_lock:
             self._environment.close()
@@ -283,11 +285,16 @@ class LmdbStore:
             self._queue.finish()
 
     def _commit_or_make_room(self, batch: dict[bytes, Operation]) -> None:
+        with self._lock:
+            oldest = self._commits - 1
+            self._readers_changed.wait_for(
+                lambda: all(before >= oldest for before in self._reading.values()), _OLD_READER_SECONDS
+            )
         try:
             self._commit(batch)
         except lmdb.MapFullError:
-            # A slow read may have kept freed pages from reuse. With no reader about, each commit sets free the pages
-            # of the one before, and a single value needs the least room.
+            # A slow read may have kept freed pages from reuse all the same. With no reader about, each commit sets free
+            # the pages of the one before, and a single value needs the least room.
             with self._without_readers():
                 for key, operation in batch.items():
                     self._commit({key: operation})
@@ -299,13 +306,15 @@ class LmdbStore:
                     transaction.delete(key)
                 else:
                     transaction.put(key, operation.value)
+        with self._lock:
+            self._commits += 1
 
     @contextmanager
     def _without_readers(self) -> Iterator[None]:
         """Hold new reads back while the block runs. Bounded waits on both sides, so nothing can deadlock."""
         with self._lock:
             self._draining = True
-            self._readers_changed.wait_for(lambda: self._readers == 0, _DRAIN_SECONDS)
+            self._readers_changed.wait_for(lambda: not self._reading, _DRAIN_SECONDS)
         try:
             yield
         finally:

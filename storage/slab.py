@@ -3,13 +3,18 @@
 One flat tensor for K and one for V per layer group, in the order ``[segment, layer, kv_head, slot in segment, token,
 dim]``: neighbouring slots of a segment are one dense ``[tokens, dim]`` matrix per head, so a run is one strided copy.
 The end of the flat tensors can be lent as scratch, so that pool and scratch together never exceed the tier's bytes.
+
+Memory is handed out as it is: a slot holds what its last owner left. Whoever reads positions that were never written
+(a partly filled last block) calls ``clear`` first, since a leftover NaN times a weight of zero is still a NaN.
 """
 
-from typing import TYPE_CHECKING
+import mmap
+import weakref
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tierkv.errors import ClosedError
+from tierkv.errors import CapacityError, ClosedError, ConfigError
 from tierkv.geometry import PoolGeometry
 from tierkv.layout import BlockLayout
 from tierkv.storage.base import BlockStore
@@ -20,7 +25,12 @@ if TYPE_CHECKING:
 
 
 class SlabStore(BlockStore):
-    """Slices in one slab of memory. Reads and writes run on the caller's stream."""
+    """Slices in one slab of memory. Reads and writes run on the caller's stream.
+
+    Attributes:
+        num_slots: all slots of the slab; with scratch lent, fewer may be used (see ``set_scratch``).
+        slots_per_segment: a run never crosses a multiple of this.
+    """
 
     def __init__(
         self, layout: BlockLayout, capacity_bytes: int, *, tier: Tier, device: torch.device, pinned: bool = False
@@ -32,7 +42,10 @@ class SlabStore(BlockStore):
             capacity_bytes: upper bound of what is allocated. On a CPU pages become resident when first written.
             tier: which tier this is.
             device: where the memory lies.
-            pinned: page-lock it, so that copies to a GPU run asynchronously.
+            pinned: page-lock it, so that copies to a GPU run asynchronously. Only where CUDA is.
+
+        Raises:
+            ConfigError: the memory cannot be page-locked.
         """
         self.layout = layout
         self.tier = tier
@@ -41,16 +54,22 @@ class SlabStore(BlockStore):
         self.geometry = PoolGeometry(layout, capacity_bytes)
         self.slots_per_segment = self.geometry.slots_per_segment
         self.num_slots = self.geometry.num_slots()
+        self._usable_slots = self.num_slots
         self._scratch_tokens = 0
         self._closed = False
-        dtype = getattr(torch, layout.dtype)
+        self._locks: list[weakref.finalize[[int], SlabStore]] = []
+        self._dtype: torch.dtype = getattr(torch, layout.dtype)
         tokens = self.geometry.total_tokens
+
+        def allocate(elements: int) -> torch.Tensor:
+            if pinned:
+                return _page_locked(self, elements, self._dtype)
+            return torch.empty(elements, dtype=self._dtype, device=device)
+
         self._flat = [
-            tuple(
-                torch.empty(
-                    tokens * len(group.members) * group.kv_heads * dim, dtype=dtype, device=device, pin_memory=pinned
-                )
-                for dim in (group.key_dim, group.value_dim)
+            (
+                allocate(tokens * len(group.members) * group.kv_heads * group.key_dim),
+                allocate(tokens * len(group.members) * group.kv_heads * group.value_dim),
             )
             for group in layout.groups
         ]
@@ -81,35 +100,33 @@ class SlabStore(BlockStore):
             ValueError: the run leaves its segment or the pool, or the tokens leave the run.
             ClosedError: the store is closed.
         """
-        if self._closed:
-            raise ClosedError(f"the {self.tier.label} pool is closed")
-        size = self.layout.block_size
-        segment, slot = divmod(run.slot, self.slots_per_segment)
-        if run.count < 1 or slot + run.count > self.slots_per_segment or not 0 <= run.slot < self.num_slots:
-            raise ValueError(f"{run} leaves its segment of {self.slots_per_segment} slots or the {self.num_slots} of the pool")
-        if first_token < 0 or first_token + tokens > run.count * size:
-            raise ValueError(f"tokens {first_token} to {first_token + tokens} leave a run of {run.count} blocks of {size}")
+        size, width = self.layout.block_size, self.slots_per_segment
+        self._check_slots(run.slot, run.length)
+        segment, slot = divmod(run.slot, width)
+        if slot + run.length > width:
+            raise ValueError(f"{run} leaves its segment of {width} slots")
+        if first_token < 0 or first_token + tokens > run.length * size:
+            raise ValueError(f"{tokens} tokens from token {first_token} on leave {run} of blocks of {size}")
         group, member = self.layout.group_of[layer]
         begin = slot * size + first_token
         keys, values = (pool[segment, member].flatten(1, 2)[:, begin : begin + tokens] for pool in self._pools[group])
         return keys, values
 
-    def write(
-        self, layer: int, run: "Run", keys: torch.Tensor, values: torch.Tensor, first_token: int = 0
-    ) -> None:
+    def write(self, layer: int, run: "Run", keys: torch.Tensor, values: torch.Tensor, first_token: int = 0) -> None:
         """Copy tokens into a run; see ``BlockStore.write``."""
-        own_keys, own_values = self.views(layer, run, first_token, keys.shape[1])
+        own_keys, own_values = self._views_like(layer, run, keys, values, first_token)
         own_keys.copy_(keys)
         own_values.copy_(values)
 
     def read(self, layer: int, run: "Run", keys: torch.Tensor, values: torch.Tensor, first_token: int = 0) -> None:
         """Copy tokens out of a run; see ``BlockStore.read``."""
-        own_keys, own_values = self.views(layer, run, first_token, keys.shape[1])
+        own_keys, own_values = self._views_like(layer, run, keys, values, first_token)
         keys.copy_(own_keys)
         values.copy_(own_values)
 
     def block_views(self, slot: int) -> list[torch.Tensor]:
         """Return the slot's whole block: per group K, then V, each ``[layer, kv_head, token, dim]``."""
+        self._check_slots(slot, 1)
         segment, at = divmod(slot, self.slots_per_segment)
         return [pool[segment, :, :, at] for pools in self._pools for pool in pools]
 
@@ -119,7 +136,12 @@ class SlabStore(BlockStore):
         return self.device.type == "cpu"
 
     def copy_pairs(self, slot: int, other: "SlabStore", other_slot: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return ``(destination, source)`` views that copy this store's block at ``slot`` to ``other``'s."""
+        """Return ``(destination, source)`` views that copy this store's block at ``slot`` to ``other``'s.
+
+        Two pairs a layer group (K, V), each all layers of the group at once.
+        """
+        if other.layout != self.layout:
+            raise ValueError("blocks can only be copied between pools of one layout")
         return list(zip(other.block_views(other_slot), self.block_views(slot), strict=True))
 
     def clear(self, slot: int) -> None:
@@ -133,10 +155,17 @@ class SlabStore(BlockStore):
     def set_scratch(self, tokens: int) -> int:
         """Lend room for ``tokens`` tokens of one layer at the end of every group; return the slots that remain.
 
-        The caller guarantees that slots from the returned number on are empty.
+        The caller guarantees that slots from the returned number on are empty; they are refused until the scratch
+        shrinks again.
+
+        Raises:
+            CapacityError: the whole slab is smaller.
         """
+        if tokens > self.geometry.total_tokens * min(len(group.members) for group in self.layout.groups):
+            raise CapacityError(f"the {self.tier.label} pool is smaller than scratch for {tokens:,} tokens")
         self._scratch_tokens = tokens
-        return self.geometry.num_slots(tokens)
+        self._usable_slots = self.geometry.num_slots(tokens)
+        return self._usable_slots
 
     def scratch_tensors(self, group: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the flat K and V scratch of a group: room for the tokens of ``set_scratch``, of one layer each."""
@@ -151,7 +180,53 @@ class SlabStore(BlockStore):
         return 0 if self._closed else self.geometry.allocated_bytes
 
     def close(self) -> None:
-        """Release the memory once nothing refers to it any more. Idempotent."""
+        """Release the memory once nothing refers to it any more. Idempotent.
+
+        Copies out of and into page-locked memory must be complete.
+        """
         self._closed = True
+        # Before the memory can go: the driver must not hold pages that belong to somebody else by then.
+        for unlock in self._locks:
+            unlock()
         self._flat = []
         self._pools = []
+
+    def _check_slots(self, slot: int, count: int) -> None:
+        if self._closed:
+            raise ClosedError(f"the {self.tier.label} pool is closed")
+        if count < 1 or slot < 0 or slot + count > self._usable_slots:
+            raise ValueError(
+                f"slots {slot} to {slot + count - 1} leave the {self._usable_slots} usable ones of the pool"
+            )
+
+    def _views_like(
+        self, layer: int, run: "Run", keys: torch.Tensor, values: torch.Tensor, first_token: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the pool's views for ``keys`` and ``values``; ``copy_`` alone would broadcast and convert."""
+        own_keys, own_values = self.views(layer, run, first_token, keys.shape[1])
+        shapes, own_shapes = (keys.shape, values.shape), (own_keys.shape, own_values.shape)
+        if shapes != own_shapes:
+            wanted, got = ([list(shape) for shape in pair] for pair in (own_shapes, shapes))
+            raise ValueError(f"layer {layer} takes K and V of {wanted}, not {got}")
+        if keys.dtype != self._dtype or values.dtype != self._dtype:
+            raise ValueError(f"the store keeps {self._dtype}, not {keys.dtype} and {values.dtype}")
+        return own_keys, own_values
+
+
+def _page_locked(owner: SlabStore, elements: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return page-locked memory of exactly this size, to be unlocked by ``owner.close``.
+
+    Not ``torch.empty(pin_memory=True)``: its allocator rounds up to a power of two, so 20 GiB would take 32.
+    """
+    if not torch.cuda.is_available():
+        raise ConfigError("memory can only be page-locked where CUDA is available")
+    tensor = torch.frombuffer(mmap.mmap(-1, elements * dtype.itemsize), dtype=dtype)
+    cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    error = int(cudart.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
+    if error:
+        raise ConfigError(
+            f"CUDA cannot page-lock {tensor.nbytes:,} bytes of host memory (error {error}); lower host.capacity"
+        )
+    # The driver keeps the pages locked until it is told otherwise, so this also runs for a store nobody closed.
+    owner._locks.append(weakref.finalize(owner, cudart.cudaHostUnregister, tensor.data_ptr()))  # noqa: SLF001
+    return tensor

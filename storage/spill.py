@@ -19,7 +19,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from tierkv.errors import ConfigError, RecordError, StoreError
+from tierkv.errors import ClosedError, ConfigError, RecordError, StoreError
 from tierkv.layout import BlockLayout
 from tierkv.storage.base import BlockStore
 from tierkv.storage.codec import (
@@ -93,6 +93,7 @@ class SpillStore(BlockStore):
                 f"disk.capacity = {capacity_bytes:,} bytes holds no block of {layout.block_bytes:,} bytes; "
                 f"raise it, or set disk.capacity = 0 to turn the tier off"
             )
+        self._closed = False
         self._namespace = secrets.token_bytes(NAMESPACE_BYTES)
         self._next_stamp = itertools.count(1)
         self._stamps: dict[int, dict[int, int]] = {}
@@ -126,19 +127,19 @@ class SpillStore(BlockStore):
         """
         tokens = self._check(layer, run, keys, values, first_token)
         block_size = self.layout.block_size
-        if first_token or tokens != run.count * block_size:
+        if first_token or tokens != run.length * block_size:
             raise ValueError(
-                f"the disk takes whole slices: {run.count} of {block_size} tokens, "
+                f"the disk takes whole slices: {run.length} of {block_size} tokens, "
                 f"not {tokens} tokens from token {first_token} on"
             )
         # One copy for the whole run where the tensors are on a device.
         keys, values = keys.detach().cpu(), values.detach().cpu()
         try:
-            for index in range(run.count):
+            for index in range(run.length):
                 at = slice(index * block_size, (index + 1) * block_size)
                 self._write_slice(layer, run.slot + index, keys[:, at], values[:, at])
         except BaseException:
-            for slot in range(run.slot, run.slot + run.count):
+            for slot in range(run.slot, run.slot + run.length):
                 self._forget(layer, slot)
             raise
 
@@ -198,11 +199,14 @@ class SpillStore(BlockStore):
 
     def close(self) -> None:
         """Stop the writer and remove the directory. Idempotent."""
+        self._closed = True
         self._records.close()
         self._directory.close()
 
     def _check(self, layer: int, run: Run, keys: torch.Tensor, values: torch.Tensor, first_token: int) -> int:
         """Return the number of tokens, after checking that all arguments fit each other and the layout."""
+        if self._closed:
+            raise ClosedError("the disk tier is closed")
         spec = self.layout.layers[layer]
         tokens = keys.shape[1]
         shapes = (spec.kv_heads, tokens, spec.key_dim), (spec.kv_heads, tokens, spec.value_dim)
@@ -211,15 +215,15 @@ class SpillStore(BlockStore):
         for tensor in (keys, values):
             if str(tensor.dtype) != f"torch.{self.layout.dtype}":
                 raise ValueError(f"the store keeps {self.layout.dtype}, not {tensor.dtype}")
-        if run.slot < 0 or run.slot + run.count > self.num_slots:
+        if run.slot < 0 or run.slot + run.length > self.num_slots:
             raise ValueError(f"{run} leaves the store's {self.num_slots} slots")
-        if first_token < 0 or first_token + tokens > run.count * self.layout.block_size:
+        if first_token < 0 or first_token + tokens > run.length * self.layout.block_size:
             raise ValueError(f"{tokens} tokens from token {first_token} on leave {run}")
         return tokens
 
     def _write_slice(self, layer: int, slot: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         stamp = next(self._next_stamp)
-        parts = [memoryview(part.contiguous().view(torch.uint8).numpy()) for part in (keys, values)]
+        parts = [part.contiguous().view(torch.uint8).numpy().data for part in (keys, values)]
         header = RecordHeader(self._namespace, layer, stamp, self.layout.block_size)
         self._records.put(_KEY.pack(layer, slot), encode(header, (), parts))
         with self._stamps_lock:

@@ -121,6 +121,7 @@ class WriteQueue:
             self._closed = True
             if drop:
                 self._waiting.clear()
+                self.queued_bytes = sum(operation.size for operation in self._writing.values())
             self._changed.notify_all()
 
     # -- the writer's side ----------------------------------------------------------------------------------------

@@ -5,7 +5,11 @@ import os
 # Before anything imports transformers, which reads this once. A test that needs a download is a wrong test.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import pytest
 from hypothesis import HealthCheck, settings
+
+# Contract suites live in the library, where pytest would not explain a failed assertion unless told to.
+pytest.register_assert_rewrite("tierkv.testing.contracts")
 
 # `ci` draws the same examples in every run, so that a failure is the change's and not the day's. No deadline: a shared
 # machine may stall any example. `deep` looks for new ones: HYPOTHESIS_PROFILE=deep make quick.

@@ -1,4 +1,4 @@
-"""One object from a file, a mapping or the environment; every mistake is one line; defaults adapt, wishes do not."""
+"""One object from a file, a mapping or the environment, and back to a file that explains every key."""
 
 import copy
 import pickle
@@ -14,20 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from tierkv import config as config_module
-from tierkv.config import (
-    NOT_YET,
-    OTHER_ENVIRONMENT,
-    Budgets,
-    CacheConfig,
-    DeviceConfig,
-    DiskConfig,
-    HostConfig,
-    PrefixConfig,
-    default_toml,
-    load_config,
-    resolve,
-)
+from tierkv.config import FIELDS, SECTIONS, WORDING, CacheConfig, DeviceConfig, DiskConfig, load_config
+from tierkv.config_sources import OTHER_ENVIRONMENT
+from tierkv.config_toml import as_toml, default_toml
 from tierkv.errors import ConfigError
 from tierkv.sizes import Size, parse_size
 
@@ -113,7 +102,7 @@ def toml(folder, text):
 class TestTheContract:
     def test_keys_and_defaults(self):
         config = CacheConfig()
-        assert list(config_module._FIELDS) == list(CONTRACT)
+        assert list(FIELDS) == list(CONTRACT)
         assert load_config(nested(CONTRACT), {}) == config == load_config(environ={})
         assert config.explicit() == {}
 
@@ -242,167 +231,6 @@ class TestEnvironmentValues:
         assert "legal: 16, 32, 64, 128, 256 or 512" in message
 
 
-SIZES = 'legal: "512MiB", "1.5GiB", "2GB", a whole number of bytes, or "40%" of what is free'
-
-
-class TestIllegalValues:
-    @pytest.mark.parametrize(
-        ("key", "value", "shown", "legal"),
-        [
-            ("block_size", 48, "48", "legal: 16, 32, 64, 128, 256 or 512"),
-            ("block_size", 8, "8", "legal: 16, 32"),
-            ("block_size", 1024, "1024", "legal: 16, 32"),
-            ("block_size", 32.0, "32.0", "legal: 16, 32"),
-            ("block_size", True, "true", "legal: 16, 32"),
-            ("block_size", "32", '"32"', "legal: 16, 32"),
-            ("block_size", {"a": 1}, "{'a': 1}", "legal: 16, 32"),
-            ("device.capacity", 0, "0", SIZES),
-            ("device.capacity", "0%", '"0%"', SIZES),
-            ("device.capacity", "auto", '"auto"', SIZES),
-            ("device.capacity", "lots", '"lots"', SIZES),
-            ("device.capacity", 1.5, "1.5", SIZES),
-            ("device.capacity", {"x": 1}, "{'x': 1}", SIZES),
-            ("device.capacity", True, "true", SIZES),
-            ("host.capacity", "Auto", '"Auto"', 'legal: "auto", "512MiB"'),
-            ("host.capacity", -1, "-1", 'legal: "auto", "512MiB"'),
-            ("disk.capacity", "120%", '"120%"', SIZES),
-            ("disk.path", "", '""', "legal: the path of a folder"),
-            ("disk.path", 3, "3", "legal: the path of a folder"),
-            ("disk.path", "a\0b", '"a\\u0000b"', "legal: the path of a folder"),
-            ("disk.readers", 0, "0", "legal: a whole number from 1 to 64"),
-            ("disk.write_batch", 0, "0", "legal: a whole number from 1 to 4096"),
-            ("disk.write_queue", 0, "0", SIZES),
-            ("placement.keep_first", -1, "-1", "legal: a whole number from 0 up"),
-            ("placement.keep_recent", 0, "0", "legal: a whole number from 1 up"),
-            ("transfer.layers_ahead", -1, "-1", "legal: a whole number from 0 up"),
-            ("attention.path", "fast", '"fast"', 'legal: "auto" or "gathered"'),
-            ("attention.cold_read", 1, "1", 'legal: "auto" or "stream"'),
-            ("prefix.share", "yes", '"yes"', "legal: false or true"),
-            ("prefix.share", 1, "1", "legal: false or true"),
-            ("prefix.write_policy", "", '""', 'legal: "always", "second_sighting" or "never"'),
-            ("prefix.min_tokens", -1, "-1", "legal: a whole number from 0 up"),
-            ("prefix.eviction", "fifo", '"fifo"', 'legal: "lru", "s3fifo" or "cost"'),
-            ("prefix.ttl_seconds", 1.5, "1.5", "legal: a whole number from 0 up"),
-            ("prefix.salt", 3, "3", "legal: text"),
-            ("prefix.salt", "\udc80", '"\\udc80"', "legal: text"),
-        ],
-        ids=repr,
-    )
-    def test_key_value_and_legal_values_are_named(self, key, value, shown, legal):
-        message = refusal(nested({key: value}))
-        assert message.startswith(f"configuration mapping: {key} = {shown} is not ")
-        assert legal in message
-
-    @pytest.mark.parametrize("value", [4, [], "x", None, [{"capacity": 1}]], ids=repr)
-    def test_a_section_that_is_none(self, value):
-        message = refusal({"device": value})
-        assert message.startswith("configuration mapping: device = ")
-        assert "device is a section, write [device]" in message
-        assert message == refusal({"device": value}, {"TIERKV_DEVICE__CAPACITY": "1GiB"})
-
-    @pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in NOT_YET.items() for value in values])
-    def test_what_this_version_cannot_honour_is_refused_not_ignored(self, key, value, monkeypatch):
-        message = refusal(nested({key: value}))
-        assert message.startswith(f"configuration mapping: {key} = ")
-        assert "not available in this version (legal: " in message
-        with monkeypatch.context() as patch:  # deleting the line from the table is all it takes
-            patch.setattr(config_module, "NOT_YET", {})
-            assert load_config(nested({key: value}), {}).value(key) == value
-
-    def test_everything_wrong_is_said_at_once_each_with_its_origin(self, tmp_path):
-        path = toml(tmp_path, "block_size = 3\nbloksize = 3\n[device]\ncapacity = 'x'\n[disk]\nreaders = 0\n")
-        message = refusal(path, {"TIERKV_DISK__READERS": "99", "TIERKV_NOPE": "1", "TIERKV_BLOCK_SIZE": "64"})
-        file_part, _, rest = message.partition("; TIERKV_DISK__READERS: ")
-        assert file_part.startswith(f'{path}: device.capacity = "x"')
-        assert file_part.endswith("; unknown key bloksize (did you mean block_size?)")
-        assert rest.startswith("disk.readers = 99 is not possible")
-        assert "; environment: unknown variable TIERKV_NOPE (known: TIERKV_BLOCK_SIZE, " in rest
-
-    def test_constructors_raise_the_same_lines(self):
-        with pytest.raises(ConfigError, match=r"^device.capacity = 0 is not possible"):
-            DeviceConfig(capacity=0)  # type: ignore[arg-type]
-        with pytest.raises(ConfigError, match=r"^unknown key prefix.sahre \(did you mean prefix.share\?\)$"):
-            PrefixConfig(sahre=True)  # type: ignore[call-arg]
-        with pytest.raises(ConfigError, match=r'^block_size = 3 .*; host.capacity = "x" is not a size'):
-            CacheConfig(block_size=3, host={"capacity": "x"})  # type: ignore[arg-type]
-        assert HostConfig(capacity="1GiB").capacity == Size(GIB)  # type: ignore[arg-type]
-
-    def test_long_and_multi_line_values_stay_one_short_line(self):
-        assert len(refusal({"device": {"capacity": "a\n" * 10_000}})) < 250
-
-
-JUNK = st.recursive(
-    st.none() | st.integers() | st.text(max_size=4),
-    lambda inner: st.dictionaries(st.text(max_size=6), inner, max_size=2),
-)
-
-
-class TestUnknownKeys:
-    @pytest.mark.parametrize(
-        ("source", "expected"),
-        [
-            ({"capacity": 1}, "unknown key capacity (did you mean device.capacity, host.capacity or disk.capacity?)"),
-            ({"capcity": 1}, "unknown key capcity (did you mean device.capacity, host.capacity or disk.capacity?)"),
-            ({"device": {"keep_recent": 1}}, "unknown key device.keep_recent (did you mean placement.keep_recent?)"),
-            (
-                {"placement": {"keep_recnt": 1}},
-                "unknown key placement.keep_recnt (did you mean placement.keep_recent?)",
-            ),
-            ({"placement": {"keep-first": 1}}, "unknown key placement.keep-first (did you mean placement.keep_first?)"),
-            ({"placement": {"Keep_First": 1}}, "unknown key placement.Keep_First (did you mean placement.keep_first?)"),
-            ({"disk": {"block_size": 1}}, "unknown key disk.block_size (did you mean block_size?)"),
-            ({"blocksize": 1}, "unknown key blocksize (did you mean block_size?)"),
-            ({"device_capacity": 1}, "unknown key device_capacity (did you mean device.capacity?)"),
-            ({"device.capacity": 1}, 'unknown key "device.capacity" (did you mean device.capacity?)'),
-            ({"TIERKV_DEVICE__CAPACITY": 1}, "unknown key TIERKV_DEVICE__CAPACITY (did you mean device.capacity?)"),
-            (
-                {"host": {"TIERKV_HOST__CAPACITY": 1}},
-                "unknown key host.TIERKV_HOST__CAPACITY (did you mean host.capacity?)",
-            ),
-            ({"disk__readers": 1}, "unknown key disk__readers (did you mean disk.readers?)"),
-            ({"plcement": {"x": 1}}, "unknown section [plcement] (did you mean [placement]?)"),
-            ({"Device": {}}, "unknown section [Device] (did you mean [device]?)"),
-            ({"zzzzz": {}}, "unknown section [zzzzz] (known: [device], [host], [disk], "),
-            ({"disk": {"zzzzz": 1}}, "unknown key disk.zzzzz (known: disk.path, disk.capacity, disk.readers, "),
-            ({"zzzzz": 1}, "unknown key zzzzz (known: block_size, [device], [host], "),
-            ({1: 2}, "unknown key 1 (known: "),
-            ({"a\nb": 2}, 'unknown key "a\\nb" ('),
-            ({"": 2}, 'unknown key "" ('),
-            ({"device": {"": 2}}, 'unknown key device."" ('),
-        ],
-        ids=repr,
-    )
-    def test_the_nearest_right_spelling_is_offered(self, source, expected):
-        assert expected in refusal(source)
-
-    @pytest.mark.parametrize(
-        ("name", "near"),
-        [
-            ("TIERKV_DEVICE_CAPACITY", "TIERKV_DEVICE__CAPACITY"),
-            ("TIERKV_CAPACITY", "TIERKV_DEVICE__CAPACITY, TIERKV_HOST__CAPACITY or TIERKV_DISK__CAPACITY"),
-            ("TIERKV_DEVICE", "TIERKV_DEVICE__CAPACITY"),
-            ("TIERKV_PLACEMENT", "TIERKV_PLACEMENT__KEEP_FIRST or TIERKV_PLACEMENT__KEEP_RECENT"),
-            ("TIERKV_device__capacity", "TIERKV_DEVICE__CAPACITY"),
-            ("TIERKV_BLOCKSIZE", "TIERKV_BLOCK_SIZE"),
-            ("TIERKV_CONFIGG", "TIERKV_CONFIG"),
-            ("TIERKV_CACHEDIR", "TIERKV_CACHE_DIR"),
-        ],
-    )
-    def test_variables_too(self, name, near):
-        assert refusal(None, {name: "1"}) == f"environment: unknown variable {name} (did you mean {near}?)"
-
-    @pytest.mark.parametrize("name", ["TIERKV_", "TIERKV_X\nY", "TIERKV___", "TIERKV_\udc80"], ids=repr)
-    def test_odd_names_are_one_printable_line(self, name):
-        refusal(None, {name: "1"}).encode()
-
-    @given(st.dictionaries(st.text(max_size=8) | st.sampled_from(list(OTHER)), JUNK, max_size=3))
-    def test_any_mapping_is_a_config_or_one_line(self, source):
-        try:
-            load_config(source, {})
-        except ConfigError as error:
-            assert len(str(error).splitlines()) == 1  # noqa: PT017
-
-
 class TestFiles:
     @pytest.mark.parametrize(
         ("text", "expected"),
@@ -466,156 +294,17 @@ class TestToml:
         assert "Not in this version: " in default_toml()
 
     def test_every_field_has_a_description_a_section_a_docstring_and_legal_values(self):
-        assert all(field.description for field in config_module._FIELDS.values())
-        assert all(section.__doc__ for section in config_module._SECTIONS.values())
-        assert all(config_module._legal(key) for key in CONTRACT)
-        assert all(model.section == name for name, model in config_module._SECTIONS.items())
+        assert all(field.description for field in FIELDS.values())
+        assert all(section.__doc__ for section in SECTIONS.values())
+        assert all(WORDING.legal(key) for key in CONTRACT)
+        assert all(model.section == name for name, model in SECTIONS.items())
 
     @given(st.sets(st.sampled_from(list(OTHER))), st.text(st.characters(codec="utf-8"), max_size=20))
     def test_any_config_reads_back_with_the_same_keys_set(self, keys, salt):
         config = CacheConfig().replace({key: OTHER[key][1] for key in keys})
         if "prefix.salt" in keys:
             config = config.replace({"prefix.salt": salt})
-        again = load_config(tomllib.loads(config.as_toml()), {})
+        again = load_config(tomllib.loads(as_toml(config)), {})
         assert again == config
         assert again.explicit() == config.explicit()
-        assert again.as_toml() == config.as_toml()
-
-
-def budgets(source=None, *, cuda=False, device=0, ram=64 * GIB, disk=1000 * GIB):
-    return resolve(
-        load_config(nested(source or {}), {}),
-        cuda=cuda,
-        free_device_bytes=device,
-        free_ram_bytes=ram,
-        free_disk_bytes=disk,
-    )
-
-
-class TestResolve:
-    def test_defaults_on_a_cpu_machine(self, monkeypatch):
-        monkeypatch.setenv("HOME", "/home/me")
-        assert budgets() == Budgets(
-            device=2 * GIB,
-            host=0,
-            disk=100 * GIB,
-            write_queue=GIB // 4,
-            disk_path=Path("/home/me/.cache/tierkv"),
-        )
-
-    def test_defaults_on_a_gpu_machine(self):
-        result = budgets(cuda=True, device=70 * GIB)
-        assert (result.device, result.host, result.notes) == (2 * GIB, 16 * GIB, ())
-
-    def test_the_host_default_takes_at_most_half_of_what_is_free(self):
-        result = budgets(cuda=True, device=70 * GIB, ram=10 * GIB)
-        assert result.host == 5 * GIB
-        assert result.notes == (
-            "host.capacity is 5GiB instead of the default 16GiB: at most 50% of the 10GiB of RAM that is left",
-        )
-
-    def test_defaults_adapt_with_notes_and_never_exceed_what_is_free(self):
-        result = budgets(ram=GIB, disk=10 * GIB)
-        assert (result.device, result.disk) == (GIB * 40 // 100, 4 * GIB)
-        assert result.device + result.host + result.write_queue <= GIB
-        assert [note.split()[0] for note in result.notes] == ["disk.capacity", "device.capacity", "disk.write_queue"]
-
-    def test_a_small_gpu_adapts_to_its_own_memory(self):
-        result = budgets(cuda=True, device=GIB)
-        assert result.device == GIB * 40 // 100
-        assert "device memory" in result.notes[0]
-
-    def test_percentages_resolve_where_the_tier_lies(self):
-        shares = {"device.capacity": "50%", "host.capacity": "25%", "disk.capacity": "10%", "disk.write_queue": "1%"}
-        result = budgets(shares, cuda=True, device=80 * GIB, ram=64 * GIB, disk=1000 * GIB)
-        assert (result.device, result.host, result.disk) == (40 * GIB, 16 * GIB, 100 * GIB)
-        assert result.write_queue == 64 * GIB // 100
-        assert budgets({"device.capacity": "50%"}, device=80 * GIB).device == 32 * GIB
-
-    @pytest.mark.parametrize(
-        ("source", "kwargs", "parts"),
-        [
-            (
-                {"device.capacity": "8GiB"},
-                {"ram": 4 * GIB},
-                ['device.capacity = "8GiB"', "4GiB of RAM", "legal: up to 4GiB"],
-            ),
-            ({"device.capacity": "8GiB"}, {"cuda": True, "device": GIB}, ["8GiB", "1GiB of device memory is free"]),
-            ({"host.capacity": "65GiB"}, {"cuda": True, "device": 9 * GIB}, ["host.capacity", "64GiB of RAM is free"]),
-            (
-                {"host.capacity": "60%", "device.capacity": "60%"},
-                {},
-                ['"60%" (38.39GiB) + host.capacity', "64GiB of RAM"],
-            ),
-            ({"host.capacity": "63.9GiB", "disk.write_queue": "1GiB"}, {}, ["host.capacity", "+ disk.write_queue"]),
-            (
-                {"disk.capacity": "2TiB"},
-                {},
-                ['disk.capacity = "2TiB"', "1000GiB of disk space at ~/.cache/tierkv is free"],
-            ),
-            ({"host.capacity": "100%"}, {}, ["device.capacity gets nothing", "other keys take 64GiB"]),
-            ({"device.capacity": "0.000000001%"}, {}, ["device.capacity gets nothing"]),
-            ({}, {"ram": 0}, ["device.capacity gets nothing: 0B of RAM is free"]),
-            ({"disk.capacity": "40%"}, {"disk": None}, ['disk.capacity = "40%"', "is unknown", "legal: bytes"]),
-            ({"disk.path": "~no_such_user_here/x"}, {}, ['disk.path = "~no_such_user_here/x"', "unknown home"]),
-        ],
-        ids=repr,
-    )
-    def test_what_was_set_and_does_not_fit_is_refused(self, source, kwargs, parts):
-        with pytest.raises(ConfigError) as caught:
-            budgets(source, **kwargs)
-        assert "\n" not in str(caught.value)
-        for part in parts:
-            assert part in str(caught.value)
-
-    def test_the_same_value_as_a_default_adapts_but_not_when_it_was_set(self):
-        assert budgets(ram=GIB).device < 2 * GIB
-        with pytest.raises(ConfigError, match="does not fit"):
-            budgets({"device.capacity": "2GiB"}, ram=GIB)
-
-    def test_what_was_set_gets_all_it_asks_for(self):
-        result = budgets({"device.capacity": "3.5GiB", "disk.capacity": "0"}, ram=4 * GIB)
-        assert result.device == 7 * GIB // 2
-
-    @pytest.mark.parametrize("source", [{"disk.capacity": 0}, {"disk.capacity": "0%"}])
-    def test_a_disk_of_nothing_is_off(self, source):
-        result = budgets(source)
-        assert (result.disk, result.write_queue, result.disk_path) == (0, 0, None)
-
-    def test_a_full_disk_turns_the_default_off_with_a_note(self):
-        result = budgets(disk=0)
-        assert (result.disk, result.write_queue, result.disk_path) == (0, 0, None)
-        assert result.notes[0].startswith("disk.capacity is 0B instead of the default 100GiB")
-
-    def test_an_unknown_disk_is_taken_at_its_word(self):
-        assert budgets(disk=None).disk == 100 * GIB
-
-    @pytest.mark.parametrize("cuda", [False, True])
-    def test_a_host_of_nothing_is_off(self, cuda):
-        assert budgets({"host.capacity": 0}, cuda=cuda, device=9 * GIB).host == 0
-
-    def test_a_host_that_was_asked_for_exists_without_cuda(self):
-        assert budgets({"host.capacity": "4GiB"}).host == 4 * GIB
-
-    def test_relative_paths_start_at_the_working_directory(self, tmp_path, monkeypatch):
-        monkeypatch.chdir(tmp_path)
-        assert budgets({"disk.path": "store"}).disk_path == tmp_path / "store"
-
-    @given(
-        st.sets(st.sampled_from(["device.capacity", "host.capacity", "disk.capacity", "disk.write_queue"])),
-        st.decimals("0.1", 100, places=1),
-        st.booleans(),
-        st.integers(0, 2**40),
-        st.integers(0, 2**40),
-        st.integers(0, 2**42),
-    )
-    def test_the_tiers_always_fit_or_it_says_why_not(self, keys, percent, cuda, device, ram, disk):
-        try:
-            result = budgets(dict.fromkeys(keys, f"{percent}%"), cuda=cuda, device=device, ram=ram, disk=disk)
-        except ConfigError:
-            return
-        assert result.device >= 1
-        assert result.device <= (device if cuda else ram)
-        assert result.host + result.write_queue + (0 if cuda else result.device) <= ram
-        assert result.disk <= disk
-        assert (result.disk_path is None) == (result.disk == 0)
+        assert as_toml(again) == as_toml(config)

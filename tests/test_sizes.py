@@ -1,4 +1,4 @@
-"""Sizes round-trip, resolve exactly, name the legal spellings; cgroup limits are found; claims share what is free."""
+"""Sizes round-trip, resolve exactly, name the legal spellings; cgroup limits are found."""
 
 from decimal import Decimal
 from pathlib import Path
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tierkv.errors import ConfigError
-from tierkv.sizes import LEGAL_SIZES, Claim, Size, fit, format_bytes, free_memory, parse_size, show
+from tierkv.sizes import LEGAL_SIZES, Size, format_bytes, free_memory, parse_size, show
 
 GIB = 2**30
 
@@ -166,56 +166,6 @@ def test_values_are_shown_as_toml_on_one_line(value, text):
 def test_long_values_are_cut():
     assert len(show("x" * 1000)) == 60
     assert len(show("x" * 1000, longest=None)) == 1002
-
-
-class TestFit:
-    def test_explicit_claims_get_what_they_ask_for(self):
-        claims = [Claim("a", parse_size("60%"), True), Claim("b", parse_size("400"), True)]
-        assert fit(claims, 1000, "RAM") == ({"a": 600, "b": 400}, [])
-
-    def test_too_much_names_the_keys_the_values_what_is_free_and_what_is_legal(self):
-        claims = [
-            Claim("a", parse_size("60%"), True),
-            Claim("off", Size(0), True),
-            Claim("b", parse_size("1KiB"), True),
-        ]
-        with pytest.raises(ConfigError) as caught:
-            fit(claims, 1024, "RAM")
-        assert str(caught.value).startswith(
-            'a = "60%" (614B) + b = "1KiB" does not fit: 1KiB of RAM is free (legal: up to 1KiB'
-        )
-
-    def test_defaults_share_what_the_explicit_claims_leave(self):
-        claims = [
-            Claim("a", parse_size("1000"), False),
-            Claim("b", parse_size("500"), True),
-            Claim("c", parse_size("10"), False),
-        ]
-        granted, notes = fit(claims, 1000, "RAM")
-        assert granted == {"a": 200, "b": 500, "c": 10}
-        assert notes == ["a is 200B instead of the default 1kB: at most 40% of the 500B of RAM that is left"]
-
-    def test_nothing_free_or_less_is_nothing_granted(self):
-        assert fit([Claim("a", parse_size("1000"), False)], -5, "RAM")[0] == {"a": 0}
-
-    @given(
-        st.lists(st.tuples(st.integers(0, 2000) | st.decimals(0, 100, places=1), st.booleans()), max_size=5),
-        st.integers(0, 3000),
-    )
-    def test_grants_never_exceed_what_is_free(self, asked, free_bytes):
-        claims = [
-            Claim(f"k{i}", Size(size) if isinstance(size, int) else Size(percent=size), explicit)
-            for i, (size, explicit) in enumerate(asked)
-        ]
-        try:
-            granted, _ = fit(claims, free_bytes, "RAM")
-        except ConfigError:
-            assert sum(c.size.resolve(free_bytes) for c in claims if c.is_explicit) > free_bytes
-            return
-        assert sum(granted.values()) <= free_bytes
-        for claim in claims:
-            wanted = claim.size.resolve(free_bytes)
-            assert granted[claim.key] == wanted if claim.is_explicit else granted[claim.key] <= wanted
 
 
 def tree(root: Path, files: dict[str, object]) -> Path:

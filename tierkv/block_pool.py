@@ -124,9 +124,7 @@ class BlockPool:
             slot = previous + 1
         elif self._whole:  # before fresh ones: memory that was never touched stays untouched
             slot = next(iter(self._whole)) * size
-        elif self._fresh * size + size <= self._limit:
-            slot = self._fresh * size
-        elif self._fresh * size < self._limit:  # a last segment cut short by the limit
+        elif self._fresh * size + size <= self._limit or self._fresh * size < self._limit:
             slot = self._fresh * size
         else:
             segment = next(iter(self._partial))

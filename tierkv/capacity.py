@@ -33,6 +33,7 @@ class Capacity:
         disk_slots: blocks the disk tier can hold.
         layers_ahead: layers to fetch ahead where there is room for their scratch.
         staging_bytes: part of the device budget that is not the pool (write queue of a machine without a host tier).
+        disk_failed: the disk tier refused a write and counts for nothing any more.
     """
 
     layout: BlockLayout
@@ -41,6 +42,7 @@ class Capacity:
     disk_slots: int
     layers_ahead: int
     staging_bytes: int = 0
+    disk_failed: bool = False
 
     def plan(self, rows: int, tokens: int, held_elsewhere: int = 0) -> ScratchPlan:
         """Divide the device pool for ``rows`` sequences of up to ``tokens`` tokens.
@@ -99,8 +101,11 @@ class Capacity:
             f"and {self.disk_slots:,} on disk ({_mib(self.layout.block_bytes)} each)"
             + (f", {held_elsewhere:,} of them taken by other caches" if held_elsewhere else "")
             + f"; the smallest device.capacity that suffices is \"{needed}MiB\" with the other tiers as they are"
-            + ("" if self.disk_slots else " (or give disk.capacity some room)")
+            + ("" if self.disk_slots else self._disk_hint())
         )
+
+    def _disk_hint(self) -> str:
+        return "; the disk tier failed, make room there" if self.disk_failed else " (or give disk.capacity some room)"
 
 
 def _mib(num_bytes: int) -> str:

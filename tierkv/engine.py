@@ -8,35 +8,36 @@ One forward reads like this (``SequenceBatch.append`` in ``tierkv.sequences`` wa
 """
 
 import os
-import shutil
-import threading
 import weakref
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import fields
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any, Self
 
-from tierkv.block_table import BlockTable
-from tierkv.capacity import Capacity
-from tierkv.config import Budgets, CacheConfig, resolve
-from tierkv.errors import BlockLost, ClosedError, ConfigError, RecordError, StoreFull, TierKVError
+from tierkv.budgets import Budgets
+from tierkv.config import CacheConfig
+from tierkv.errors import CapacityError, ClosedError, TierKVError
+from tierkv.gate import ForwardGate
 from tierkv.interrupts import deferred_interrupt
 from tierkv.layout import BlockLayout
-from tierkv.manager import Move, Step, TierManager
+from tierkv.machine import make_transfers
+from tierkv.manager import Step, TierManager
 from tierkv.metrics import Counters, Stats
+from tierkv.mover import Mover
 from tierkv.placement import Keep
 from tierkv.prefetch import LayerReader
 from tierkv.report import make_stats
 from tierkv.sequences import SequenceBatch
-from tierkv.sizes import free_memory
 from tierkv.stores import Stores
 from tierkv.tier import Tier, Wire
+from tierkv.transfer import Copy, Ticket, TransferEngine
 from tierkv.usage import Usage
-from tierkv.transfer import WAIT_SECONDS, Copy, ThreadTransfers, Ticket, TransferEngine
 
 if TYPE_CHECKING:
     import torch
+
+    from tierkv.block_table import BlockTable
 
 MAX_ROOM_ROUNDS = 1000
 """Making room takes a few rounds; this many mean that sequences take each other's slots for ever."""
@@ -45,7 +46,7 @@ MAX_ROOM_ROUNDS = 1000
 class Engine:
     """Tiered KV memory for one model on one device. Use as a context manager, or call ``close``.
 
-    Thread rule: one forward at a time (``enter_forward`` to ``leave_forward``); ``stats`` may be called from any thread.
+    Thread rule: one forward at a time, kept by ``gate``; ``stats`` may be called from any thread.
     """
 
     def __init__(
@@ -79,24 +80,22 @@ class Engine:
         self.device = device
         self.native_layers = native_layers
         self.moved: dict[Wire, int] = {}
+        self.gate = ForwardGate()
         self._pid = os.getpid()
         self._closed = False
-        self._gate = threading.Lock()
-        self._gate_owner: int | None = None
         self._caches: weakref.WeakSet[SequenceBatch] = weakref.WeakSet()
-        self._orphans: deque[tuple[list[BlockTable], Step | None]] = deque()
-        self._tickets: dict[Move, Ticket] = {}
+        self._orphans: deque[tuple[list[BlockTable], Step | None, list[Ticket]]] = deque()
         self._counts: dict[str, Any] = {field.name: 0 for field in fields(Counters)}
+        readers = max(1, config.disk.readers)
         self.stores = stores or Stores.open(layout, config, budgets, device)
-        self.transfers = transfers or _make_transfers(device, max(1, config.disk.readers))
-        self.reader = LayerReader(layout, self.stores, self.transfers, self.count_copies)
+        self.transfers = transfers or make_transfers(device, readers)
+        # Also runs when the engine is collected or the interpreter exits, so that no spill file outlives a process.
+        self._finalizer = weakref.finalize(self, _close_parts, self.transfers, self.stores, self._pid)
+        self.reader = LayerReader(layout, self.stores, self.transfers, self.count_copies, readers)
         self.capacity = self.stores.capacity(config.transfer.layers_ahead)
-        self.manager = TierManager(
-            layout.block_size,
-            self.stores.slots,
-            self.stores.slots_per_segment,
-            Keep(config.placement.keep_first, config.placement.keep_recent),
-        )
+        keep = Keep(config.placement.keep_first, config.placement.keep_recent)
+        self.manager = TierManager(layout.block_size, self.stores.slots, self.stores.slots_per_segment, keep)
+        self._mover = Mover(self.manager, self.stores, self.transfers, self.count_copies, self.disk_failed)
         self.usage = Usage(self.stores, self.manager, self.reader)
 
     # -- what users call ------------------------------------------------------------------------------------------
@@ -111,8 +110,8 @@ class Engine:
     def stats(self) -> Stats:
         """Return a snapshot of where every byte is, what moved and what waited. Any thread; not after close."""
         self.check_open()
-        self._adopt_orphans()
-        return make_stats(self, Counters(**self._counts | {"stall_seconds": self.reader.stall_seconds}), len(self._caches))
+        timings = {"stall_seconds": self.reader.stall_seconds, "tail_copies": self.manager.num_tail_copies}
+        return make_stats(self, Counters(**self._counts | timings), len(self._caches))
 
     def reserve(self, batch: SequenceBatch, rows: int, tokens: int) -> None:
         """Make sure that ``batch`` can grow to ``rows`` sequences of ``tokens`` tokens, before anything is computed.
@@ -120,24 +119,16 @@ class Engine:
         Raises:
             CapacityError: it cannot; the message names the smallest budget that suffices.
         """
-        with deferred_interrupt():
-            self._adopt_orphans()
-        own = {block for table in batch.tables for block in table.blocks}
-        live = sum(primary for primary, _ in self.manager.census().values())
-        plan = self.capacity.plan(rows, tokens, live - len(own))
-        if self.reader.holds(plan.buffer_tokens) and live:
-            return
-        self._divide_device(plan.num_buffers, plan.buffer_tokens, plan.device_slots)
+        with self.exclusive():
+            own = {block for table in batch.tables for block in table.blocks}
+            plan = self.capacity.plan(rows, tokens, self._live_blocks() - len(own))
+            if not (self._live_blocks() and self.reader.holds(plan.buffer_tokens)):
+                self._divide_device(plan.num_buffers, plan.buffer_tokens, plan.device_slots)
 
     def close(self) -> None:
         """End the workers, give back all memory and remove the spill files. Idempotent; safe after an interrupt."""
-        if self._closed:
-            return
         self._closed = True
-        if os.getpid() != self._pid:
-            return  # a forked child owns none of it
-        self.transfers.close()
-        self.stores.close()
+        self._finalizer()
 
     @property
     def closed(self) -> bool:
@@ -151,11 +142,13 @@ class Engine:
             ClosedError: it is closed, or this is a forked child, whose copy has no workers and no files.
         """
         if os.getpid() != self._pid:
-            raise ClosedError("this tierkv engine belongs to the parent process; after fork() attach to the model again")
+            raise ClosedError(
+                "this tierkv engine belongs to the parent process; attach to the model again after fork()"
+            )
         if self._closed:
             raise ClosedError("this tierkv engine is closed; attach to the model again")
 
-    def __enter__(self) -> "Engine":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -163,25 +156,14 @@ class Engine:
 
     # -- the stages of a forward ----------------------------------------------------------------------------------
 
-    def enter_forward(self) -> None:
-        """Wait until no other thread is inside a forward of this engine.
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Keep other threads out of the tiers while the block runs."""
+        with self.gate.exclusive():
+            self._adopt_orphans()
+            yield
 
-        Raises:
-            TierKVError: another thread has been inside for too long.
-        """
-        if self._gate_owner == threading.get_ident():
-            return  # an interrupted forward of this thread never left
-        if not self._gate.acquire(timeout=WAIT_SECONDS):
-            raise TierKVError(f"another thread has been inside a forward of this engine for {WAIT_SECONDS:g} s")
-        self._gate_owner = threading.get_ident()
-
-    def leave_forward(self) -> None:
-        """Let the next thread in; does nothing where this thread is not inside."""
-        if self._gate_owner == threading.get_ident():
-            self._gate_owner = None
-            self._gate.release()
-
-    def begin_step(self, tables: Sequence[BlockTable], count: int) -> Step:
+    def begin_step(self, tables: "Sequence[BlockTable]", count: int) -> Step:
         """Give ``count`` new tokens of every table a home, waiting for room where needed, and start fetching.
 
         Raises:
@@ -189,20 +171,19 @@ class Engine:
             BlockLost: a last block that must be copied cannot be read.
             TransferTimeout: a copy that must end first did not.
         """
-        tokens = len(tables) * (tables[0].length + count)
-        if not self.reader.holds(tokens):
-            self._grow_scratch(len(tables), tables[0].length + count)
+        length = tables[0].length + count
+        if not self.reader.holds(len(tables) * length):
+            self._grow_scratch(len(tables), length)
         for _ in range(MAX_ROOM_ROUNDS):
             with deferred_interrupt():
-                self._adopt_orphans()
-                self._reap()
+                self._mover.reap()
                 outcome = self.manager.begin(tables, count)
                 if isinstance(outcome, Step):
                     self.reader.begin(outcome)
                     return outcome
-                self._submit(outcome.moves)
+                self._mover.submit(outcome.moves)
             self.count(room_waits=1)
-            self._wait_for_moves()
+            self._mover.wait()
         raise TierKVError("no room could be made: sequences keep taking each other's blocks; close some caches")
 
     def finish_step(self, step: Step) -> None:
@@ -210,8 +191,8 @@ class Engine:
         self.count(forwards=1, tokens=step.count * len(step.tables))
         self.usage.observe()
         with deferred_interrupt():
-            self._reap()
-            self._submit(self.manager.background(step.tables))
+            self._mover.reap()
+            self._mover.submit(self.manager.background(step.tables))
 
     def count(self, **events: int) -> None:
         """Add to the counters of ``Stats``."""
@@ -227,119 +208,55 @@ class Engine:
         """Put nothing more on disk; what lies there stays readable."""
         self.count(write_failures=1)
         self.manager.freeze(Tier.DISK)
+        self.capacity = replace(self.capacity, disk_slots=0, disk_failed=True)
 
-    def orphan(self, tables: list[BlockTable], step: Step | None) -> None:
+    def orphan(self, tables: "list[BlockTable]", step: Step | None, writes: list[Ticket]) -> None:
         """Take over the tables of a collected cache. Called by the garbage collector, from any thread at any time."""
-        self._orphans.append((tables, step))
+        self._orphans.append((tables, step, writes))
 
     # -- internals ------------------------------------------------------------------------------------------------
 
+    def _live_blocks(self) -> int:
+        return sum(primary for primary, _ in self.manager.census().values())
+
     def _adopt_orphans(self) -> None:
-        while self._orphans:
-            tables, step = self._orphans.popleft()
-            if step is not None:
-                self.manager.rollback(step)
-            for table in tables:
-                self.manager.release(table)
-
-    def _submit(self, moves: Sequence[Move]) -> None:
-        for move in moves:
-            copy = self.stores.copy_of(move)
-            self.count_copies([copy])
-            self._tickets[move] = self.transfers.submit([copy])
-
-    def _reap(self) -> None:
-        """Report the moves that ended."""
-        for move in list(self.manager.moves):
-            ticket = self._tickets.get(move)
-            if ticket is not None and not self.transfers.is_done(ticket):
-                continue
-            self._tickets.pop(move, None)
-            # No ticket: an interrupt came between planning and submitting. It did not happen.
-            error = None if ticket is None else ticket.error
-            if ticket is None or error is not None:
-                self.manager.fail(move)
-            else:
-                self.manager.complete(move)
-                self.count(tail_copies=int(move.tail_of is not None))
-            if isinstance(error, StoreFull):
-                self.disk_failed()
-            elif error is not None and move.tail_of is not None:
-                self.count(blocks_lost=1)
-                raise BlockLost(f"the last block of a sequence cannot be read back ({error})") from error
-
-    def _wait_for_moves(self) -> None:
-        for ticket in list(self._tickets.values()):
-            try:
-                self.transfers.wait(ticket)
-            except (StoreFull, RecordError):
-                continue  # `_reap` reports it
+        with deferred_interrupt():
+            while self._orphans:
+                tables, step, writes = self._orphans.popleft()
+                if step is not None:
+                    for ticket in writes:
+                        self.transfers.wait(ticket)
+                    self.reader.end(step)
+                    self.manager.rollback(step)
+                for table in tables:
+                    self.manager.release(table)
 
     def _grow_scratch(self, rows: int, tokens: int) -> None:
         """A cache whose longest length nobody announced outgrew the scratch: enlarge it, generously where possible."""
-        live = sum(primary for primary, _ in self.manager.census().values())
         held = rows * self.layout.blocks_for(tokens)
-        for ahead in (tokens + tokens // 2, tokens):
-            try:
-                plan = self.capacity.plan(rows, ahead, max(0, live - held))
-            except TierKVError:
-                if ahead == tokens:
-                    raise
-                continue
-            self._divide_device(plan.num_buffers, plan.buffer_tokens, plan.device_slots)
-            return
+        elsewhere = max(0, self._live_blocks() - held)
+        try:
+            plan = self.capacity.plan(rows, tokens + tokens // 2, elsewhere)
+        except CapacityError:
+            plan = self.capacity.plan(rows, tokens, elsewhere)
+        self._divide_device(plan.num_buffers, plan.buffer_tokens, plan.device_slots)
 
     def _divide_device(self, num_buffers: int, buffer_tokens: int, device_slots: int) -> None:
         """Move blocks out of the end of the device pool and lend it as scratch."""
         for _ in range(MAX_ROOM_ROUNDS):
             with deferred_interrupt():
-                self._reap()
+                self._mover.reap()
                 room = self.manager.resize(Tier.DEVICE, device_slots)
                 if room is None:
                     self.stores.device.set_scratch(num_buffers * buffer_tokens)
                     self.reader.use_buffers(num_buffers, buffer_tokens)
                     return
-                self._submit(room.moves)
-            self._wait_for_moves()
+                self._mover.submit(room.moves)
+            self._mover.wait()
         raise TierKVError("the device pool cannot give room to the scratch: its blocks do not move")
 
 
-def resolve_budgets(config: CacheConfig, device: "torch.device") -> Budgets:
-    """Return the budgets of ``config`` on this machine, from what is free now.
-
-    Raises:
-        ConfigError: a budget that was set does not fit.
-    """
-    import torch
-
-    cuda = device.type == "cuda"
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"tiers on {device.type} devices are not supported; legal: cpu, cuda")
-    free_device = torch.cuda.mem_get_info(device)[0] if cuda else 0
-    return resolve(
-        config,
-        cuda=cuda,
-        free_device_bytes=free_device,
-        free_ram_bytes=free_memory(),
-        free_disk_bytes=_free_disk(config.disk.path),
-    )
-
-
-def _free_disk(path: str) -> int | None:
-    """Return the free bytes where ``path`` is or would be made, or None where nobody knows."""
-    folder = Path(path).expanduser().absolute()
-    for candidate in (folder, *folder.parents):
-        if candidate.exists():
-            try:
-                return shutil.disk_usage(candidate).free
-            except OSError:
-                return None
-    return None
-
-
-def _make_transfers(device: "torch.device", workers: int) -> TransferEngine:
-    if device.type == "cuda":
-        from tierkv.transfer_cuda import CudaTransfers
-
-        return CudaTransfers(device, workers)
-    return ThreadTransfers(workers)
+def _close_parts(transfers: TransferEngine, stores: Stores, pid: int) -> None:
+    if os.getpid() == pid:  # a forked child owns none of it
+        transfers.close()
+        stores.close()

@@ -76,6 +76,7 @@ class Step:
         count: tokens that the forward appends to every row.
         reads: per row, where the tokens ``0 .. start`` lie.
         writes: per row, where the tokens ``start .. start + count`` go.
+        torn: its places are no longer valid (a tier was resized); it can only be rolled back.
     """
 
     tables: tuple[BlockTable, ...]
@@ -83,6 +84,7 @@ class Step:
     count: int
     reads: tuple[tuple[Extent, ...], ...]
     writes: tuple[tuple[Extent, ...], ...]
+    torn: bool = False
 
     @property
     def stop(self) -> int:
@@ -160,6 +162,8 @@ class TierManager:
         for table in tables:
             table.seal()
             self._tables[table] = self._tables.pop(table)
+        if any(move.tail_of in tables for move in self.moves):
+            return Room(())  # it would put the last block of before the step in the place of the one that is appended to
         tails = tails_to_copy(tables)
         moves, ready = self._make_room(tables, count, len(tails))
         if ready and tails and not moves:
@@ -178,7 +182,13 @@ class TierManager:
         return step
 
     def commit(self, step: Step) -> None:
-        """The forward is done: its tokens are part of the sequences."""
+        """The forward is done: its tokens are part of the sequences.
+
+        Raises:
+            ValueError: the step is torn.
+        """
+        if step.torn:
+            raise ValueError("a tier was resized during this step; it can only be rolled back")
         self._steps.remove(step)
         for table in step.tables:
             table.length = step.stop
@@ -237,11 +247,14 @@ class TierManager:
         elif block.references == 0:
             self.pools[tier].release(move.slot)
         elif move.wire.source is tier:  # relocated within its tier
-            self.pools[tier].release(block.slots[tier])
-            block.slots[tier] = move.slot
+            if self._is_read(block):
+                self.pools[tier].release(move.slot)
+            else:
+                self.pools[tier].release(block.slots[tier])
+                block.slots[tier] = move.slot
         else:
             block.slots[tier] = move.slot
-            if move.evicts and move.wire.source in block.slots and block not in self._active(()):
+            if move.evicts and move.wire.source in block.slots and not self._is_read(block):
                 self._drop(block, move.wire.source)
             self._refile(block)
 
@@ -257,26 +270,31 @@ class TierManager:
     def resize(self, tier: Tier, num_slots: int) -> Room | None:
         """Change the number of slots of a tier. Repeat after running the moves until it returns None.
 
+        No forward may run meanwhile. A step that an interrupt left open is torn by it: it can only be rolled back.
+
         Raises:
-            CapacityError: blocks above the new limit have nowhere to go.
+            CapacityError: blocks above the new limit have nowhere to go; the limit is what it was before.
         """
         pool = self.pools[tier]
+        before = pool.num_slots
         pool.resize(num_slots)
         above = set(pool.used_from(num_slots))
-        holders = [b for b in [*self._primary[tier], *self._clean[tier]] if b.slots[tier] in above]
+        holders = [b for b in [*self._primary[tier], *self._clean[tier]] if b.slots[tier] in above and not b.arriving]
+        for step in self._steps:
+            step.torn = step.torn or bool(holders)
+        for block in [b for b in holders if len(b.slots) > 1]:
+            self._drop(block, tier)
+            self._refile(block)
+        only_here = [b for b in holders if tier in b.slots]
+        if len(only_here) > pool.free + sum(self._available(lower) for lower in Tier if lower > tier):
+            pool.resize(before)
+            if self.moves:  # they hold slots that some will give back
+                return Room(())
+            raise CapacityError(f"the {tier.label} tier cannot shrink to {num_slots} blocks: nothing below has room")
         moves = []
-        for block in holders:
-            if block.arriving:
-                continue
-            if len(block.slots) > 1 and pool.references(block.slots[tier]) == 1:
-                self._drop(block, tier)
-                self._refile(block)
-                continue
+        for block in only_here:
             place = (tier, pool.allocate(1)[0]) if pool.free else self._place_below(tier)
-            if place is None:
-                if not moves and not self.moves:
-                    raise CapacityError(f"the {tier.label} tier cannot shrink to {num_slots} blocks: nothing below has room")
-                break
+            assert place is not None
             moves.append(self._start(block, *place, evicts=True))
         return Room(tuple(moves)) if pool.used_from(num_slots) else None
 
@@ -289,6 +307,10 @@ class TierManager:
     def _active(self, tables: Iterable[BlockTable]) -> set[Block]:
         running = [table for step in self._steps for table in step.tables]
         return {block for table in [*running, *tables] for block in table.blocks}
+
+    def _is_read(self, block: Block) -> bool:
+        """Return whether an open step counts on the places of a block."""
+        return any(block in table.blocks for step in self._steps if not step.torn for table in step.tables)
 
     def _make_room(self, tables: Sequence[BlockTable], count: int, num_tails: int) -> tuple[list[Move], bool]:
         """Free slots for a step; return ``(moves to run first, whether the step can begin without them)``."""
@@ -320,21 +342,20 @@ class TierManager:
                 else:
                     return
 
-        evict(list(idle_blocks(self._tables, active, Tier.DEVICE)), need.total)
-        optional, wished = own_blocks(tables, count, self.keep)
-        evict(optional, need.wished)
-        evict(wished, need.hard)
-
-        below = need.total - max(device.free + coming, need.hard)
-        for block in list(idle_blocks(self._tables, active, Tier.HOST)):
-            if below <= self._available(Tier.HOST) + len(moves) or not self._available(Tier.DISK):
-                break
-            if not block.arriving and (place := self._place_below(Tier.HOST)) is not None:
-                moves.append(self._start(block, *place, evicts=True))
+        evict(idle_blocks(self._tables, active, Tier.DEVICE), need.total)
+        # What is still missing goes below, new blocks or older ones: host memory is for them before it is for idle ones.
+        vacated = self._vacate_host(need.total - device.free - coming, active)
+        moves += vacated
+        if not vacated and not any(move.evicts and move.wire.source is Tier.HOST for move in self.moves):
+            optional, wished = own_blocks(tables, count, self.keep)
+            evict(optional, need.wished)
+            evict(wished, need.hard)
         if moves or waiting:
             return moves, False
         room = [device.free, self._available(Tier.HOST), self._available(Tier.DISK)]
         if room[0] < need.hard or need.total > sum(room):
+            if self.moves:  # they hold slots that some will give back
+                return [], False
             raise CapacityError(
                 f"{need.total} more blocks of {self.block_size} tokens are needed and there is room for {room[0]} on the "
                 f"device, {room[1]} in host memory and {room[2]} on disk; raise a tier's capacity, or use fewer or "
@@ -342,11 +363,33 @@ class TierManager:
             )
         return [], True
 
+    def _vacate_host(self, wanted: int, active: set[Block]) -> list[Move]:
+        """Start moving idle blocks from host memory to disk until ``wanted`` slots are or will be free there."""
+        if wanted <= 0:
+            return []
+        moves: list[Move] = []
+        room = self._available(Tier.HOST) + sum(move.evicts and move.wire.source is Tier.HOST for move in self.moves)
+        for block in idle_blocks(self._tables, active, Tier.HOST):
+            if room >= wanted:
+                break
+            if block.arriving:
+                continue
+            if len(block.slots) > 1:
+                self._drop(block, Tier.HOST)
+                self._refile(block)
+            elif (place := self._place_below(Tier.HOST)) is not None:
+                moves.append(self._start(block, *place, evicts=True))
+            else:
+                break
+            room += 1
+        return moves
+
     def _droppable(self, tier: Tier) -> Iterator[Block]:
         """Yield blocks whose clean copy in ``tier`` nobody reads, oldest first."""
         pool, running = self.pools[tier], self._active(()) if self._steps else frozenset[Block]()
         for block in self._clean[tier]:
-            if pool.references(block.slots[tier]) == 1 and block not in running:
+            slot = block.slots[tier]
+            if slot < pool.num_slots and pool.references(slot) == 1 and block not in running:
                 yield block
 
     def _available(self, tier: Tier) -> int:

@@ -8,7 +8,7 @@ exactly as ``torch.cat`` would have laid it out, so attention gives bit-identica
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from tierkv.block_table import Extent
 from tierkv.layout import BlockLayout
@@ -22,6 +22,15 @@ if TYPE_CHECKING:
     from tierkv.stores import Stores
 
 
+class _DiskRead(NamedTuple):
+    """Part of a layer that lies on disk, and where in the scratch it belongs."""
+
+    layer: int
+    extent: Extent
+    keys: "torch.Tensor"
+    values: "torch.Tensor"
+
+
 class LayerReader:
     """Gathers layers of one step at a time. Called by the thread that runs the model."""
 
@@ -31,6 +40,7 @@ class LayerReader:
         stores: "Stores",
         transfers: TransferEngine,
         count_copies: Callable[[Sequence[Copy]], None],
+        num_readers: int = 1,
     ) -> None:
         """Make a reader over an engine's stores.
 
@@ -39,6 +49,7 @@ class LayerReader:
             stores: the device pool, whose tail is the scratch, and the stores below it.
             transfers: runs the fetches.
             count_copies: told of every batch of copies that is submitted.
+            num_readers: disk reads of one layer that run at the same time.
         """
         self.stall_seconds = 0.0
         self._layout = layout
@@ -46,6 +57,7 @@ class LayerReader:
         self._device = stores.device
         self._transfers = transfers
         self._count_copies = count_copies
+        self._num_readers = num_readers
         self._num_buffers = 1
         self._buffer_tokens = 0
         self._step: Step | None = None
@@ -99,7 +111,9 @@ class LayerReader:
             for extent in _clip(extents, first, step.start):
                 if extent.tier is Tier.DEVICE:
                     at = slice(extent.start - first, extent.stop - first)
-                    self._device.read(layer, extent.run, all_keys[row, :, at], all_values[row, :, at], extent.first_token)
+                    self._device.read(
+                        layer, extent.run, all_keys[row, :, at], all_values[row, :, at], extent.first_token
+                    )
         all_keys[:, :, past:].copy_(keys)
         all_values[:, :, past:].copy_(values)
         self._await(layer)
@@ -107,13 +121,15 @@ class LayerReader:
         self._fetch_through(layer + self._num_buffers - 1)
         return all_keys, all_values
 
-    def end(self) -> None:
-        """Wait for fetches that nobody collected; needed before the step's slots may be given up."""
+    def end(self, step: Step) -> None:
+        """Wait for fetches of ``step`` that nobody collected; needed before its slots may be given up."""
+        if self._step is not step:
+            return
         fetched, self._fetched, self._step = self._fetched, {}, None
         for ticket in fetched.values():
             try:
                 self._transfers.wait(ticket)
-            except Exception:  # noqa: BLE001, S112 - nobody wants these bytes any more
+            except Exception:  # noqa: BLE001 - nobody wants these bytes any more
                 continue
 
     def _first_token(self, layer: int) -> int:
@@ -149,38 +165,51 @@ class LayerReader:
         step = self._step
         assert step is not None
         first = self._first_token(layer)
-        rows = len(step.tables)
         copies: list[Copy] = []
+        reads: list[_DiskRead] = []
         for row, extents in enumerate(step.reads):
             cold = [extent for extent in _clip(extents, first, step.start) if extent.tier is not Tier.DEVICE]
             if not cold:
                 continue
-            all_keys, all_values = self._buffer(layer, rows)
+            all_keys, all_values = self._buffer(layer, len(step.tables))
             for extent in cold:
                 at = slice(extent.start - first, extent.stop - first)
-                copies.append(self._cold_copy(layer, extent, all_keys[row, :, at], all_values[row, :, at]))
-        return copies
+                keys, values = all_keys[row, :, at], all_values[row, :, at]
+                if extent.tier is Tier.HOST:
+                    pool = self._stores.slab(Tier.HOST)
+                    sources = pool.views(layer, extent.run, extent.first_token, keys.shape[1])
+                    num_bytes = keys.nbytes + values.nbytes
+                    copies.append(
+                        Copy(Wire(Tier.HOST, Tier.DEVICE), num_bytes, list(zip((keys, values), sources, strict=True)))
+                    )
+                else:
+                    reads.append(_DiskRead(layer, extent, keys, values))
+        return copies + self._disk_copies(reads)
 
-    def _cold_copy(self, layer: int, extent: Extent, keys: "torch.Tensor", values: "torch.Tensor") -> Copy:
-        num_bytes = (extent.stop - extent.start) * self._layout.token_bytes_of(layer)
-        wire = Wire(extent.tier, Tier.DEVICE)
-        if extent.tier is Tier.HOST:
-            pool = self._stores.slab(Tier.HOST)
-            host_keys, host_values = pool.views(layer, extent.run, extent.first_token, keys.shape[1])
-            return Copy(wire, num_bytes, [(keys, host_keys), (values, host_values)])
-        store = self._stores.disk_store
-        if keys.device.type == "cpu":
-            return Copy(wire, num_bytes, load=lambda: store.read(layer, extent.run, keys, values, extent.first_token))
+    def _disk_copies(self, reads: "Sequence[_DiskRead]") -> list[Copy]:
+        """Spread the reads of a layer over as many copies as there are readers."""
+        share = -(-len(reads) // self._num_readers)
+        return [self._disk_copy(reads[begin : begin + share]) for begin in range(0, len(reads), share or 1)]
+
+    def _disk_copy(self, reads: "Sequence[_DiskRead]") -> Copy:
         import torch
 
-        staged_keys = torch.empty(keys.shape, dtype=keys.dtype, pin_memory=True)
-        staged_values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-        return Copy(
-            wire,
-            num_bytes,
-            [(keys, staged_keys), (values, staged_values)],
-            load=lambda: store.read(layer, extent.run, staged_keys, staged_values, extent.first_token),
-        )
+        store = self._stores.disk_store
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        targets = []
+        for read in reads:
+            into = (read.keys, read.values)
+            if not self._device.on_cpu:  # a GPU is reached through pinned memory
+                into = tuple(torch.empty(part.shape, dtype=part.dtype, pin_memory=True) for part in into)  # type: ignore[assignment]
+                pairs += zip((read.keys, read.values), into, strict=True)
+            targets.append(into)
+
+        def load() -> None:
+            for read, (keys, values) in zip(reads, targets, strict=True):
+                store.read(read.layer, read.extent.run, keys, values, read.extent.first_token)
+
+        num_bytes = sum(read.keys.nbytes + read.values.nbytes for read in reads)
+        return Copy(Wire(Tier.DISK, Tier.DEVICE), num_bytes, pairs, load=load)
 
     def _await(self, layer: int) -> None:
         began = time.perf_counter()

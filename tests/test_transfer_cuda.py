@@ -1,0 +1,194 @@
+"""CudaTransfers: the contract on a simulated CUDA, the calls that it makes, and once the real one where there is a GPU.
+
+That no schedule breaks it is shown in ``test_transfer_cuda_order``.
+"""
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+
+from tierkv.errors import TransferTimeout
+from tierkv.testing.fake_cuda import FakeCuda
+from tierkv.testing.transfer_contract import TransferContract
+from tierkv.testing.transfers import DOWN, UP, Gate, copy_of, data
+from tierkv.transfer_cuda import CudaTransfers, TorchCuda
+
+
+class TestCudaTransfers(TransferContract):
+    def make(self):
+        self.cuda = FakeCuda()
+        return CudaTransfers("cuda:0", self.workers, self.cuda)
+
+    def read_after_order(self, engine, tensor):
+        seen = []
+        self.cuda.launch(lambda: seen.append(tensor.clone()))
+        self.cuda.advance()
+        return seen[0]
+
+
+@pytest.fixture
+def cuda():
+    return FakeCuda()
+
+
+def engine_on(cuda):
+    return CudaTransfers("cuda:0", 2, cuda)
+
+
+# -- what is called ---------------------------------------------------------------------------------------------------
+
+
+def test_each_direction_has_its_stream_and_the_host_waits_for_none(cuda):
+    engine = engine_on(cuda)
+    device, host = cuda.on_device(torch.zeros(2)), torch.zeros(2)
+    down = engine.submit([copy_of((host, device))])
+    engine.order(down)
+    up = engine.submit([copy_of((device, host), wire=UP)])
+    engine.order(up)
+    assert cuda.log == [
+        ("compute", "record"),
+        ("stream 1", "wait for compute"),
+        ("stream 1", "copy"),
+        ("stream 1", "record"),
+        ("compute", "wait for stream 1"),
+        ("compute", "record"),
+        ("stream 2", "wait for compute"),
+        ("stream 2", "copy"),
+        ("stream 2", "record"),
+        ("compute", "wait for stream 2"),
+    ]
+    engine.wait(up)
+    assert engine.is_done(down)
+    assert cuda.host_waits == []
+    engine.close()
+    assert cuda.host_waits == ["stream 1", "stream 2"]
+
+
+def test_one_ticket_may_use_both_streams(cuda):
+    device, host = [cuda.on_device(data(2)), cuda.on_device(torch.zeros(2))], [torch.zeros(2), data(2) * 3]
+    with engine_on(cuda) as engine:
+        ticket = engine.submit([copy_of((host[0], device[0])), copy_of((device[1], host[1]), wire=UP)])
+        assert [stream for stream, what in cuda.log if what == "copy"] == ["stream 1", "stream 2"]
+        engine.wait(ticket)
+    assert torch.equal(host[0], data(2))
+    assert torch.equal(device[1], data(2) * 3)
+
+
+@pytest.mark.parametrize("wire", [DOWN, UP], ids=lambda wire: wire.label)
+def test_strided_host_memory_is_copied_in_contiguous_pieces(cuda, wire):
+    device, host = cuda.on_device(torch.zeros(2, 3, 4, 5)), torch.zeros(2, 3, 2, 4, 5)[:, :, 1]
+    pair = (host, device) if wire is DOWN else (device, host)
+    pair[1].copy_(data(2, 3, 4, 5))
+    with engine_on(cuda) as engine:
+        engine.wait(engine.submit([copy_of(pair, wire=wire)]))  # FakeCuda refuses a strided host tensor
+    assert torch.equal(pair[0], data(2, 3, 4, 5))
+    assert sum(what == "copy" for _, what in cuda.log) == 2 * 3
+
+
+# -- waits, errors, owners --------------------------------------------------------------------------------------------
+
+
+def test_waiting_for_a_stuck_device_is_bounded(cuda):
+    engine = engine_on(cuda)
+    destination = torch.zeros(2)
+    cuda.stopped = True
+    ticket = engine.submit([copy_of((destination, data(2)))])
+    with pytest.raises(TransferTimeout):
+        engine.wait(ticket, 0.02)
+    assert not engine.is_done(ticket)
+    engine.order(ticket, 0)
+    cuda.stopped = False
+    engine.wait(ticket)
+    assert torch.equal(destination, data(2))
+    engine.close()
+
+
+def test_what_an_error_left_on_a_stream_is_waited_for(cuda):
+    engine = engine_on(cuda)
+    destination = torch.zeros(2)
+    cuda.stopped = True
+    ticket = engine.submit([copy_of((destination, data(2))), copy_of((torch.zeros(3), data(2)), wire=UP)])
+    assert ticket.error is not None
+    assert not engine.is_done(ticket)
+    with pytest.raises(RuntimeError, match="expand"):
+        engine.order(ticket)
+    seen = []
+    cuda.launch(lambda: seen.append(destination.clone()))
+    cuda.stopped = False
+    cuda.advance()
+    assert torch.equal(seen[0], data(2))
+    assert engine.is_done(ticket)
+    engine.close()
+
+
+def test_a_forgotten_ticket_keeps_its_tensors_until_the_copy_has_run(cuda):
+    engine = engine_on(cuda)
+    cuda.stopped = True
+    source = data(2)
+    ref = weakref.ref(source)
+    engine.submit([copy_of((torch.zeros(2), source))])
+    del source
+    gc.collect()
+    engine.submit([])
+    assert ref() is not None
+    cuda.advance()
+    engine.submit([])
+    gc.collect()
+    assert ref() is None
+    cuda.stopped = False
+    engine.close()
+
+
+def test_close_again_after_an_interrupt_finishes_the_work(cuda, monkeypatch):
+    engine = engine_on(cuda)
+    gate = Gate()
+    destination = torch.zeros(2)
+    engine.submit([copy_of((destination, data(2)), wire=UP, load=gate)])
+
+    def interrupted(self, timeout=None):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "join", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.close()
+    gate.open()
+    engine.close()
+    assert torch.equal(destination, data(2))
+
+
+# -- the real one -----------------------------------------------------------------------------------------------------
+
+
+def test_the_real_api_is_that_of_torch():
+    api = TorchCuda()
+    assert (api.new_stream, api.new_event) == (torch.cuda.Stream, torch.cuda.Event)
+    assert (api.current_stream, api.use) == (torch.cuda.current_stream, torch.cuda.stream)
+    destination = torch.zeros(4)
+    api.copy(destination, data(4))
+    assert torch.equal(destination, data(4))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_copies_behind_the_kernels_that_were_enqueued_and_before_those_that_follow():
+    gpu = torch.device("cuda")
+    host = torch.zeros(4, 3, 64, 8, pin_memory=True)[:, 1]
+    values, device, back = data(4, 64, 8).to(gpu), torch.zeros(4, 64, 8, device=gpu), torch.zeros(4, 64, 8, device=gpu)
+    with CudaTransfers(gpu, 2) as engine:
+        torch.cuda._sleep(50_000_000)
+        device.copy_(values)
+        down = engine.submit([copy_of((host, device))])
+        assert not engine.is_done(down), "submit waited for the device"
+        engine.order(down)
+        device.zero_()
+        up = engine.submit([copy_of((back, host), wire=UP)])
+        engine.order(up)
+        read = back.clone()
+        engine.wait(up)
+    assert torch.equal(host, data(4, 64, 8))
+    assert torch.equal(read.cpu(), data(4, 64, 8))
+    assert not device.any()

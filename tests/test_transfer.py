@@ -1,6 +1,7 @@
 """Executors on the CPU: threads, and the manual one, whose own eyes must be good as other tests rely on them."""
 
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -71,10 +72,8 @@ class TestManualTransfers(TransferContract):
         assert engine.pending == []
 
     def test_some_end_in_random_order(self, engine):
-        ends = []
-        tickets = [
-            engine.submit([Copy(RESTORE, 1, load=lambda index=index: ends.append(index))]) for index in range(12)
-        ]
+        ends: list[int] = []
+        tickets = [engine.submit([Copy(RESTORE, 1, load=partial(ends.append, index))]) for index in range(12)]
         rng = random.Random(3)
         while engine.pending:
             engine.finish_some(rng)

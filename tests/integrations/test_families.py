@@ -56,8 +56,14 @@ def test_eager_attention(lab, tiny_model, family):
     assert_identical(lab, tiny_model(family, "eager"), lab.prompt(2, 155, pads=(40, 0)), rows=2)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("family", ["llama", "gemma3", "deepseek_v3"])
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        *((family, dtype) for family in ("llama", "gemma3", "deepseek_v3") for dtype in (torch.bfloat16, torch.float16)),
+        ("llama", torch.float64),
+        ("mistral", torch.float64),
+    ],
+)
 def test_other_dtypes(lab, tiny_model, family, dtype):
     assert_identical(lab, tiny_model(family, "sdpa", dtype), lab.prompt(2, 155, pads=(0, 12)), rows=2)
 

@@ -128,7 +128,9 @@ def print_json(result: Mapping[str, Any]) -> None:
 
 def prepare_process() -> None:
     """Set up a process that is the command line: quiet libraries, tidy warnings, SIGTERM that cleans up."""
-    for name, value in {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}.items():
+    # Read when these libraries are imported, which happens later. Progress is ours to show.
+    quiet = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}
+    for name, value in quiet.items():
         os.environ.setdefault(name, value)
     if not sys.warnoptions:  # python -W and PYTHONWARNINGS win
         warnings.simplefilter("ignore")

@@ -31,6 +31,8 @@ def wire_table(moved_bytes: Mapping[str, int]) -> Table:
     for wire, num_bytes in moved_bytes.items():
         if num_bytes:
             table.add_row(wire.replace("_to_", " → "), format_bytes(num_bytes))
+    if not table.row_count:
+        table.add_row("all", "nothing")
     return table
 
 

@@ -15,6 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import ClassVar
 
 import pytest
@@ -294,7 +295,7 @@ class TransferContract:
                     24,
                     [(destination[row], source[row])],
                     load=(lambda: time.sleep(0)) if rng.random() < 0.2 else None,
-                    store=(lambda row=row: stored.append(row)) if rng.random() < 0.2 else None,
+                    store=partial(stored.append, row) if rng.random() < 0.2 else None,
                 )
                 for row in range(at, at + 3)
             ]

@@ -159,6 +159,7 @@ class Gate:
         self._opened.set()
 
     def __call__(self) -> None:
+        """Be the stage."""
         self.is_inside.set()
         assert self._opened.wait(GATE_SECONDS), "nobody opened the gate"
         self.is_inside.clear()

@@ -64,8 +64,8 @@ class GenerateCall:
             TypeError: the arguments do not fit the signature of ``generate``.
         """
         named = bound_arguments(args, kwargs)
-        given = [named.pop(name) for name in CACHE_ARGUMENTS if named.get(name) is not None]
-        chosen = given[0] if given else None
+        given = [named.pop(name, None) for name in CACHE_ARGUMENTS]
+        chosen = next((cache for cache in given if cache is not None), None)
         config = effective_generation_config(model, named)
         ids, embeds = named.get("input_ids"), named.get("inputs_embeds")
         ids = named.get("inputs") if ids is None else ids

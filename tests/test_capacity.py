@@ -28,7 +28,7 @@ layouts = st.builds(
     st.sampled_from(["float32", "bfloat16"]),
 )
 LAYOUT = BlockLayout(tuple(LayerSpec(index, 3, 64, 64) for index in range(30)), 32, "float32")
-"""SmolLM2-135M in float32: 92,160 bytes a token, 2.8 MiB a block."""
+"""SmolLM2-135M in float32: 46,080 bytes a token, 1.4 MiB a block."""
 
 
 def capacity(layout, device_bytes, host=0, disk=0, ahead=2, staging=0):
@@ -98,9 +98,9 @@ def test_scratch_for_layers_ahead_gives_way_before_a_call_is_refused():
     generous = capacity(LAYOUT, 100 * MIB, disk=10_000).plan(1, 1_000)
     assert generous.num_buffers == 3
     assert slots - generous.device_slots < 8
-    long = capacity(LAYOUT, 100 * MIB, disk=10_000).plan(1, 16_000)
+    long = capacity(LAYOUT, 100 * MIB, disk=10_000).plan(1, 32_000)
     assert long.num_buffers == 1
-    assert capacity(LAYOUT, 100 * MIB, disk=10_000, ahead=0).plan(1, 16_000) == long
+    assert capacity(LAYOUT, 100 * MIB, disk=10_000, ahead=0).plan(1, 32_000) == long
 
 
 def test_the_message_says_what_is_needed_what_there_is_and_what_to_do():
@@ -109,9 +109,9 @@ def test_the_message_says_what_is_needed_what_there_is_and_what_to_do():
     message = str(caught.value)
     for part in (
         "2 sequences of up to 4,096 tokens",
-        "720.0 MiB of KV",  # 2 x 4096 x 92,160 bytes
-        "24.0 MiB of device scratch",
-        "blocks of 32 tokens on the device, 10 in host memory and 0 on disk (2.8 MiB each)",
+        "360.0 MiB of KV",  # 2 x 4096 x 46,080 bytes
+        "12.0 MiB of device scratch",
+        "blocks of 32 tokens on the device, 10 in host memory and 0 on disk (1.4 MiB each)",
         "3 of them taken by other caches",
         "give disk.capacity some room",
     ):

@@ -61,7 +61,7 @@ OTHER = {
     "transfer.layers_ahead": ("0", 0),
     "attention.path": ('"gathered"', "gathered"),
     "attention.cold_read": ('"stream"', "stream"),
-    "prefix.share": ("false", False),
+    "prefix.share": ("true", True),
     "prefix.persist": ("false", False),
     "prefix.write_policy": ('"never"', "never"),
     "prefix.min_tokens": ("0", 0),
@@ -124,7 +124,7 @@ class TestTheContract:
         assert from_file == load_config(None, {"TIERKV_CONFIG": str(path)})
         assert from_file == CacheConfig().replace({key: expected})
         assert hash(from_file) == hash(load_config(path, {}))
-        if key != "prefix.persist":
+        if key not in ("prefix.share", "prefix.persist"):  # the only legal value of this version is the default
             assert from_file != CacheConfig()
 
     def test_block_sizes_are_powers_of_two(self):
@@ -207,7 +207,7 @@ class TestEnvironmentValues:
             ("device.capacity", "40%", parse_size("40%")),
             ("host.capacity", "auto", "auto"),
             ("host.capacity", "0", Size(0)),
-            ("prefix.share", "false", False),
+            ("prefix.share", "true", True),
             ("prefix.salt", "123", "123"),
             ("prefix.salt", "true", "true"),
             ("prefix.salt", "2024-01-01", "2024-01-01"),

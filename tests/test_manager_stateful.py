@@ -275,7 +275,7 @@ class World:
         """Return whether a step certainly has room once everything that may move has moved. No copy is under way."""
         manager, device = self.manager, self.manager.pools[Tier.DEVICE]
         new = [table.blocks_for(table.length + count) - len(table.blocks) for table in tables]
-        hard, total = copies + sum(number > 0 for number in new), copies + sum(new)
+        hard, total = (copies, copies) if copies else (sum(number > 0 for number in new), sum(new))
         running = {block for row in self.rows if row.forward for block in row.table.blocks}
         room = {tier: pool.free for tier, pool in manager.pools.items()}
         for block in self.live_blocks():

@@ -23,6 +23,7 @@ from tierkv.sizes import parse_size, show
 NOT_YET: Final[Mapping[str, tuple[object, ...]]] = {
     "attention.path": ("paged",),
     "attention.cold_read": ("compute", "promote"),
+    "prefix.share": (False,),
     "prefix.persist": (True,),
 }
 """Values that this version knows but cannot honour, so it refuses them. Whoever builds one deletes it here."""

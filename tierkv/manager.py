@@ -314,7 +314,8 @@ class TierManager:
 
     def _make_room(self, tables: Sequence[BlockTable], count: int, num_tails: int) -> tuple[list[Move], bool]:
         """Free slots for a step; return ``(moves to run first, whether the step can begin without them)``."""
-        need = demand(tables, count, self.keep, num_tails)
+        # Last blocks are copied first, and only then is there a need for new ones: the originals may be free by then.
+        need = demand(tables, 0 if num_tails else count, self.keep, num_tails)
         device = self.pools[Tier.DEVICE]
         if device.free >= need.total:
             return [], True

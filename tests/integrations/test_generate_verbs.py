@@ -69,6 +69,7 @@ def test_beams_share_what_they_have_in_common(lab, tiny_model):
     assert copied <= stats.counters.tail_copies * block_bytes
 
 
+@torch.no_grad()
 def test_reordering_moves_no_bytes(lab, tiny_model):
     model, batch = tiny_model(), lab.prompt(3, 100)
     with lab.attach(model, rows=3, tokens=130) as engine:
@@ -117,7 +118,7 @@ def test_assisted_decoding(lab, tiny_model, family, sampling, attached):
 
 def test_hybrid_models_refuse_assisted_decoding_as_they_do_without(lab, tiny_model):
     batch = lab.prompt(1, 40)
-    with lab.attach(tiny_model("qwen3_next")), pytest.raises(ValueError, match="can be cropped"):
+    with lab.attach(tiny_model("qwen3_next")), pytest.raises(ValueError, match="stateful"):
         tiny_model("qwen3_next").generate(**batch, prompt_lookup_num_tokens=3, max_new_tokens=5)
 
 
@@ -198,12 +199,13 @@ def test_spellings_of_one_call(lab, tiny_model):
     assert all(torch.equal(result, expected) for result in results)
 
 
+@pytest.mark.filterwarnings("ignore:Using the model-agnostic default:UserWarning")
 def test_without_a_length_the_default_is_reserved(lab, tiny_model):
     model, batch = tiny_model(), lab.prompt(1, 100)
     with lab.attach(model, tokens=120) as engine:
         assert torch.equal(model.generate(**batch, do_sample=False), lab.stock(model, **batch, do_sample=False))
         assert engine.reader.holds(120)
-    with lab.attach(model, tokens=60, spare=-1, host_blocks=1), pytest.raises(tierkv.CapacityError):
+    with lab.attach(model, tokens=60, disk={"capacity": 0}), pytest.raises(tierkv.CapacityError):
         model.generate(**batch, do_sample=False)
 
 
@@ -230,9 +232,11 @@ def test_finished_rows_are_padded(lab, tiny_model):
     assert torch.equal(stock, ours)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_a_compiled_forward(lab, tiny_model, family):
-    model, batch = tiny_model(family), lab.prompt(1, 100)
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*was traced:UserWarning")
+@torch.no_grad()
+def test_a_compiled_forward(lab, tiny_model):
+    model, batch = tiny_model(), lab.prompt(1, 100)
     expected = lab.stock(model, **batch, max_new_tokens=6, do_sample=False)
     compiled = torch.compile(model, backend="eager")
     with lab.attach(model) as engine:

@@ -57,9 +57,9 @@ class CommandGroup(TyperGroup):
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         """Run a command line. Errors of usage that typer finds before a command runs end up here."""
-        standalone = kwargs.pop("standalone_mode", True)
+        standalone = kwargs.get("standalone_mode", True)
         try:
-            code = super().main(*args, standalone_mode=False, **kwargs) or 0
+            code = super().main(*args, **{**kwargs, "standalone_mode": False}) or 0
         except Exception as error:
             if not hasattr(error, "format_message"):
                 raise
@@ -103,10 +103,17 @@ def report(error: BaseException) -> int | None:
     if isinstance(error, (BadInput, *_INPUT_ERRORS)):
         _error(str(error))
         return BAD_INPUT
-    if isinstance(error, Failed | TierKVError | OSError | MemoryError) or type(error).__name__ == "OutOfMemoryError":
+    if isinstance(error, Failed | TierKVError | OSError) or _out_of_memory(error):
         _error(str(error) or "out of memory")
         return FAILED
     return None
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    # torch's own class is not named, as that would load torch; without a GPU it raises a plain RuntimeError.
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or (
+        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    )
 
 
 @contextmanager

@@ -67,5 +67,5 @@ class Progress:
 def _bars(*, counted: bool) -> Bars:
     columns = [SpinnerColumn(), TextColumn("{task.description}", markup=False)]
     if counted:
-        columns += [BarColumn(), MofNCompleteColumn()]  # type: ignore[list-item]
+        columns += [BarColumn(), MofNCompleteColumn()]
     return Bars(*columns, TimeElapsedColumn(), console=err, transient=True)

@@ -54,6 +54,19 @@ class TieredCache(DynamicCache):
         """Whether a forward through this cache is under way."""
         return self._open is not None
 
+    def check_usable(self) -> None:
+        """Raise unless the cache holds what it says.
+
+        Raises:
+            TornForward: an earlier forward was interrupted and native layers cannot be rolled back.
+        """
+        self._settle()
+        if self._torn:
+            raise TornForward(
+                "an earlier forward through this cache was interrupted, and its recurrent or indexed layers cannot be "
+                "rolled back; call cache.reset() and pass the full ids again"
+            )
+
     def begin_forward(self, inputs: ForwardInputs) -> None:
         """Tell the cache that a forward begins. Called by the attached model's wrapped forward.
 
@@ -61,8 +74,7 @@ class TieredCache(DynamicCache):
             TornForward: an earlier forward was interrupted and native layers cannot be rolled back.
             UnsafeCall: the padding mask contradicts the one that the cached tokens were computed with, or is too short.
         """
-        self._settle()
-        self._check_torn()
+        self.check_usable()
         length = self.sequences.length
         if inputs.mask is not None and inputs.mask.shape[1] < length + inputs.count:
             raise UnsafeCall(
@@ -235,8 +247,7 @@ class TieredCache(DynamicCache):
     @contextmanager
     def _changing(self) -> Iterator[None]:
         """Forget an interrupted forward, then keep other threads out of the engine while the block runs."""
-        self._settle()
-        self._check_torn()
+        self.check_usable()
         self.engine.check_open()
         with self.engine.exclusive():
             yield
@@ -245,13 +256,6 @@ class TieredCache(DynamicCache):
         """Forget a forward whose end nobody reported."""
         if self._open is not None:
             self.end_forward(completed=False)
-
-    def _check_torn(self) -> None:
-        if self._torn:
-            raise TornForward(
-                "an earlier forward through this cache was interrupted, and its recurrent or indexed layers cannot be "
-                "rolled back; call cache.reset() and pass the full ids again"
-            )
 
     def _check_watched(self) -> ForwardInputs:
         self.engine.check_open()

@@ -16,6 +16,7 @@ from tierkv.errors import UnsafeCall
 from tierkv.integrations.hf_cache import TieredCache
 from tierkv.integrations.hf_compat import (
     CACHE_ARGUMENTS,
+    CROSS_ATTENTION,
     bound_arguments,
     drafts_tokens,
     effective_generation_config,
@@ -124,6 +125,10 @@ class GenerateCall:
                     "use an assistant model or prompt_lookup_num_tokens instead"
                 )
             return "assistant_early_exit runs only the first layers over the cache"
+        if any(self.arguments.get(name) is not None for name in CROSS_ATTENTION):
+            if self.cache is not None:
+                raise UnsafeCall("a tiered cache has no room for cross-attention; do not pass it with encoder states")
+            return "it attends to encoder states"
         if self.foreign is not None:
             return f"a cache of type {type(self.foreign).__name__} was passed, and it wins"
         if self.config.cache_implementation is not None and self.cache is None:
@@ -140,7 +145,9 @@ class GenerateCall:
 
         Raises:
             UnsafeCall: the call cannot be made right; the message says how to make it.
+            TornForward: an interrupted forward left layers that cannot be rolled back.
         """
+        cache.check_usable()
         held = cache.sequences.length
         if held == 0:
             cache.reset()

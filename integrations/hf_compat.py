@@ -26,8 +26,12 @@ from tierkv.layout import BlockLayout, LayerSpec, kv_shape
 CACHE_ARGUMENTS: Final = ("cache", "past_key_values", "cache_params")
 """Names under which a model takes its cache; the first wins where several are given (5.24)."""
 
-OWN_CACHE_TYPES: Final = {"deepseek_v4", "minimax_m3", "mllama"}
-"""Model types whose attention reads fields of cache layers of their own (5.24)."""
+CROSS_ATTENTION: Final = ("encoder_hidden_states", "encoder_outputs")
+"""Arguments with which a decoder attends to an encoder, through cache layers of their own (5.24)."""
+
+OWN_CACHE_TYPES: Final = ("cpmant", "deepseek_v4", "diffusion_gemma", "dory", "inkling2_loop", "minimax_m3", "mllama")
+"""How the names of model types begin whose attention reads fields of cache layers, adds layers, or feeds more tokens than
+it was given (5.24)."""
 
 
 def text_config(model: PreTrainedModel) -> Any:
@@ -55,7 +59,10 @@ def block_layout(model: PreTrainedModel, block_size: int) -> tuple[BlockLayout, 
         )
     if not model.can_generate():
         raise UnsupportedModel(f"{type(model).__name__} has no generate; attach to the model with a language-model head")
-    if name in OWN_CACHE_TYPES or not model._supports_default_dynamic_cache():  # noqa: SLF001 - no public way (5.24)
+    if getattr(config, "add_cross_attention", False):
+        raise UnsupportedModel(f"{name} has cross-attention, whose cache tensors are read directly, which cannot be tiered")
+    names = (name, str(model.config.model_type))
+    if any(one.startswith(OWN_CACHE_TYPES) for one in names) or not model._supports_default_dynamic_cache():  # noqa: SLF001 - no public way (5.24)
         raise UnsupportedModel(f"{name} keeps its KV in cache layers of its own, which cannot be tiered")
     devices = {parameter.device for parameter in model.parameters() if parameter.device.type != "meta"}
     if len(devices) > 1:
@@ -67,10 +74,11 @@ def block_layout(model: PreTrainedModel, block_size: int) -> tuple[BlockLayout, 
     per_layer = config.per_layer_config
     sharing = getattr(config, "kv_sharing_modes", None) or [None] * len(per_layer)
     for index, layer in enumerate(template.layers):
+        # Subclasses keep more than KV.
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) or sharing[index]:
             continue
         window = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
-        specs.append(LayerSpec(index, *_kv_shape(per_layer[index]), window))
+        specs.append(LayerSpec(index, *_kv_shape(per_layer[index], windowed=window is not None), window))
     if not specs:
         kept = " and ".join(sorted({_kept_by(layer) for layer in template.layers}))
         raise UnsupportedModel(
@@ -81,11 +89,13 @@ def block_layout(model: PreTrainedModel, block_size: int) -> tuple[BlockLayout, 
     return BlockLayout(tuple(specs), block_size, dtype), len(template.layers) - len(specs)
 
 
-def _kv_shape(config: Any) -> tuple[int, int, int]:
+def _kv_shape(config: Any, *, windowed: bool) -> tuple[int, int, int]:
     """Return ``(kv_heads, key_dim, value_dim)`` of what one layer really hands to the cache (5.24)."""
     kv_heads, key_dim, value_dim = kv_shape(config)
     if config.model_type == "falcon" and config.new_decoder_architecture:
         kv_heads = config.num_attention_heads  # it repeats its KV heads before it caches them
+    if config.model_type == "mimo_v2_flash" and windowed:
+        kv_heads *= 2
     return kv_heads, key_dim, value_dim
 
 

@@ -143,7 +143,7 @@ class LmdbStore:
             TransferTimeout: the queue stayed full for ``wait_seconds``; nothing was accepted.
             ClosedError: the store is closed.
         """
-        self._check_process()
+        self.check_open()
         if not 1 <= len(key) <= MAX_KEY_BYTES:
             raise ValueError(f"a key has 1 to {MAX_KEY_BYTES} bytes, not {len(key)}")
         if (size := memoryview(value).nbytes) > self._map_bytes // 2:
@@ -162,8 +162,7 @@ class LmdbStore:
             RecordError: there is no value under ``key``, or the file is damaged.
             ClosedError: the store is closed.
         """
-        self._check_process()
-        self._check_open()
+        self.check_open()
         operation = self._queue.find(key)
         if operation is not None:
             if operation.value is None:
@@ -174,7 +173,7 @@ class LmdbStore:
             with self._lock:
                 if self._draining:
                     self._readers_changed.wait_for(lambda: not self._draining, _DRAIN_SECONDS)
-                self._check_open()
+                self.check_open()
                 self._reading[this] = self._commits
             return self._read(key, use)
         finally:
@@ -187,7 +186,7 @@ class LmdbStore:
 
         A put that is still queued is dropped instead of written.
         """
-        self._check_process()
+        self.check_open()
         self._queue.delete(keys)
 
     def cancel(self, keys: Iterable[bytes]) -> None:
@@ -196,7 +195,7 @@ class LmdbStore:
         What a key then holds is what was committed before, if anything: for callers who can tell a stale value, a
         delete that costs no transaction.
         """
-        self._check_process()
+        self.check_open()
         self._queue.cancel(keys)
 
     def flush(self, timeout_seconds: float = 60.0) -> None:
@@ -206,7 +205,7 @@ class LmdbStore:
             StoreError: a commit failed; the values are still readable.
             TransferTimeout: it took longer.
         """
-        self._check_process()
+        self.check_open()
         self._queue.wait_written(timeout_seconds)
 
     @property
@@ -252,11 +251,10 @@ class LmdbStore:
             if not _open_stores:
                 atexit.unregister(_close_open_stores)
 
-    def _check_process(self) -> None:
+    def check_open(self) -> None:
+        """Raise ClosedError if the store is closed, or belongs to the process that this one was forked from."""
         if os.getpid() != self._pid:
             raise ClosedError(f"the store {self.path} belongs to the parent process; open another after fork()")
-
-    def _check_open(self) -> None:
         if self._closed:
             raise ClosedError(f"the store {self.path} is closed")
 

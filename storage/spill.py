@@ -19,7 +19,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from tierkv.errors import ClosedError, ConfigError, RecordError, StoreError
+from tierkv.errors import ConfigError, RecordError, StoreError
 from tierkv.layout import BlockLayout
 from tierkv.storage.base import BlockStore
 from tierkv.storage.codec import (
@@ -40,8 +40,8 @@ _KEY: Final = struct.Struct(">II")
 # Bit patterns are moved, not numbers: numpy knows no bfloat16, and a NaN must keep its payload.
 _SAME_SIZE: Final = {2: (torch.int16, np.int16), 4: (torch.int32, np.int32), 8: (torch.int64, np.int64)}
 
-# Room for 4 batches is kept free for LMDB's copy-on-write: together at most 1/16 of the capacity.
-_BATCH_SHARE_OF_CAPACITY: Final = 64
+# Room for 4 batches is kept free for LMDB's copy-on-write: together at most 1/32 of the capacity.
+_BATCH_SHARE_OF_CAPACITY: Final = 128
 # LMDB holds a copy of the batch it writes; it is part of the queue's bytes.
 _BATCH_SHARE_OF_QUEUE: Final = 4
 
@@ -93,7 +93,6 @@ class SpillStore(BlockStore):
                 f"disk.capacity = {capacity_bytes:,} bytes holds no block of {layout.block_bytes:,} bytes; "
                 f"raise it, or set disk.capacity = 0 to turn the tier off"
             )
-        self._closed = False
         self._namespace = secrets.token_bytes(NAMESPACE_BYTES)
         self._next_stamp = itertools.count(1)
         self._stamps: dict[int, dict[int, int]] = {}
@@ -199,14 +198,13 @@ class SpillStore(BlockStore):
 
     def close(self) -> None:
         """Stop the writer and remove the directory. Idempotent."""
-        self._closed = True
         self._records.close()
         self._directory.close()
 
     def _check(self, layer: int, run: Run, keys: torch.Tensor, values: torch.Tensor, first_token: int) -> int:
         """Return the number of tokens, after checking that all arguments fit each other and the layout."""
-        if self._closed:
-            raise ClosedError("the disk tier is closed")
+        # First of all, since tensor operations may hang in a forked child.
+        self._records.check_open()
         spec = self.layout.layers[layer]
         tokens = keys.shape[1]
         shapes = (spec.kv_heads, tokens, spec.key_dim), (spec.kv_heads, tokens, spec.value_dim)

@@ -153,7 +153,7 @@ def test_any_operation_in_any_order_deep():
 
 def test_a_sequence_that_grows_alone_gets_ascending_neighbours():
     pool = BlockPool(64, 8)
-    slots = []
+    slots: list[int] = []
     for _ in range(64):
         slots += pool.allocate(1, slots[-1] if slots else None)
     assert slots == list(range(64))
@@ -171,7 +171,7 @@ def test_sequences_that_grow_in_turn_get_segments_of_their_own():
     sequences = [pool.allocate(1) for _ in range(4)]
     for _ in range(7):
         for slots in sequences:
-            slots += pool.allocate(1, slots[-1])
+            slots.extend(pool.allocate(1, slots[-1]))
     assert sequences == [list(range(8 * row, 8 * row + 8)) for row in range(4)]
 
 

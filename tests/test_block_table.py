@@ -112,11 +112,11 @@ def test_a_reference_dropped_twice_raises():
 def test_a_blocks_tier_is_its_highest_copy():
     block = Block(1)
     block.slots = {Tier.DISK: 4, Tier.HOST: 2}
-    assert block.tier is Tier.HOST
     assert repr(block) == "Block(1 host:2,disk:4 refs=1)"
+    assert [tier for tier in Tier if tier is block.tier] == [Tier.HOST]
     block.slots[Tier.DEVICE] = 0
     block.sealed = True
-    assert block.tier is Tier.DEVICE
+    assert [tier for tier in Tier if tier is block.tier] == [Tier.DEVICE]
     assert repr(block) == "Block(1 device:0,host:2,disk:4 refs=1 sealed)"
 
 
@@ -179,8 +179,10 @@ def test_extents_name_the_place_of_every_token_once(data):
         segments = {slot // per_segment[extent.tier] for slot in range(extent.run.slot, sum(extent.run))}
         assert len(segments) == 1
         if previous is not None:  # as long as possible
-            assert previous.tier is not extent.tier or sum(previous.run) != extent.run.slot or (
-                extent.run.slot % per_segment[extent.tier] == 0
+            assert (
+                previous.tier is not extent.tier
+                or sum(previous.run) != extent.run.slot
+                or (extent.run.slot % per_segment[extent.tier] == 0)
             )
         previous, at = extent, extent.stop
     assert at == stop

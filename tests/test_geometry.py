@@ -47,7 +47,7 @@ def test_slots_and_scratch_never_overlap(layout, capacity, scratch):
     for group in layout.groups:
         for dim in (group.key_dim, group.value_dim):
             size = geometry.total_tokens * len(group.members) * group.kv_heads * dim
-            # [segment, layer, kv_head, slot in segment, token, dim]
+            # The order of a slab: segment, layer, kv_head, slot in the segment, token, dim.
             ends = [0]
             for slot in {0, slots // 2, slots - 1} & set(range(slots)):
                 segment, at = divmod(slot, per_segment)
@@ -107,7 +107,12 @@ def test_some_numbers_by_hand():
     small = PoolGeometry(ONE, 16 * 512 * 8 - 1)
     assert (small.total_tokens, small.slots_per_segment, small.num_slots()) == (4095, 8, 120)
     nothing = PoolGeometry(ONE, 0)
-    assert (nothing.total_tokens, nothing.slots_per_segment, nothing.num_slots(), nothing.allocated_bytes) == (0, 1, 0, 0)
+    assert (nothing.total_tokens, nothing.slots_per_segment, nothing.num_slots(), nothing.allocated_bytes) == (
+        0,
+        1,
+        0,
+        0,
+    )
 
 
 def test_scratch_is_one_layer_so_many_layers_hardly_notice_it():

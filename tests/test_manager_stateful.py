@@ -1,8 +1,8 @@
 """TierManager against a plain list of tokens per sequence, with copies that finish only when the test says so.
 
-`World` is a simulated machine: for every slot of every tier the numbers written there, or POISON. A slot is poisoned when
-it is freed and while a copy into it is under way; a copy delivers what its source held when it *started*, and its source
-must not change before it ends. Reading poison, or another number than the sequence's own, fails the test.
+`World` is a simulated machine: for every slot of every tier the numbers written there, or POISON. A slot is poisoned
+when it is freed and while a copy into it is under way; a copy delivers what its source held when it *started*, and its
+source must not change before it ends. Reading poison, or another number than the sequence's own, fails the test.
 
 The same operations are driven by a hypothesis state machine (small, shrinks) and by long random walks with fixed seeds,
 which also prove that every kind of move was reached.
@@ -12,7 +12,6 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 from hypothesis import event, settings
@@ -22,7 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from tierkv.block_pool import BlockPool
 from tierkv.block_table import Block, BlockTable, Extent
 from tierkv.errors import CapacityError
-from tierkv.manager import Move, Room, Step, TierManager
+from tierkv.manager import Move, Step, TierManager
 from tierkv.placement import Keep
 from tierkv.tier import Tier
 
@@ -115,13 +114,13 @@ class World:
             self.note(f"dropped for nothing: {tier.label}")
 
     def _places(self, extents: Sequence[Extent], start: int, stop: int) -> Iterable[tuple[Tier, int, int]]:
-        """Yield (tier, slot, position in block) of the tokens ``start`` to ``stop``, checking the extents on the way."""
+        """Yield (tier, slot, position in block) of the tokens ``start`` to ``stop``, checking the extents."""
         at = start
         for extent in extents:
             per_segment = self.manager.slots_per_segment[extent.tier]
             assert extent.start == at < extent.stop
             assert extent.run.slot // per_segment == (extent.run.slot + extent.run.length - 1) // per_segment
-            assert 0 <= extent.first_token
+            assert extent.first_token >= 0
             assert extent.first_token + extent.stop - extent.start <= extent.run.length * self.size
             for offset in range(extent.first_token, extent.first_token + extent.stop - extent.start):
                 yield extent.tier, extent.run.slot + offset // self.size, offset % self.size
@@ -209,7 +208,7 @@ class World:
         chosen = [row for row in equal if self.pick(4)]
         return chosen or equal[:1]
 
-    def begin(self, *, insist: bool) -> None:
+    def _begin(self, *, insist: bool) -> None:
         """Ask for a step; where it insists, run the moves that it waits for and ask again."""
         rows = self._choose_rows()
         count = 1 + self.pick((1, self.size, 3 * self.size, 6 * self.size)[self.pick(4)])
@@ -260,14 +259,23 @@ class World:
         verbs[self.pick(len(verbs))]()
 
     def begin_once(self) -> None:
-        self.begin(insist=False)
+        self._begin(insist=False)
+
+    def begin_insisting(self) -> None:
+        self._begin(insist=True)
+
+    def begin_and_commit(self) -> None:
+        self._begin(insist=True)
+        self.commit()
 
     def _copies_needed(self, tables: list[BlockTable]) -> int:
         """Count tail copies by the rule as it is written: k of r holders append to a tail."""
         appending = Counter(table.tail for table in tables if table.tail is not None)
         copies = 0
         for tail, k in appending.items():
-            last_may_keep = k == tail.references and not tail.sealed and not tail.arriving and [*tail.slots] == [Tier.DEVICE]
+            last_may_keep = (
+                k == tail.references and not tail.sealed and not tail.arriving and [*tail.slots] == [Tier.DEVICE]
+            )
             copies += k - 1 if last_may_keep else k
         return copies
 
@@ -557,7 +565,7 @@ class World:
                     pool.release(slot)
 
 
-def _sizes(pick: Pick) -> Sizes:
+def draw_sizes(pick: Pick) -> Sizes:
     return Sizes(
         block_size=1 + pick(4),
         slots=(2 + pick(11), max(0, pick(11) - 2), max(0, pick(20) - 4)),
@@ -566,96 +574,38 @@ def _sizes(pick: Pick) -> Sizes:
     )
 
 
-class ManagerMachine(RuleBasedStateMachine):
-    """Any operation at any time."""
+OPERATIONS = {
+    "begin_and_commit": 30, "begin_insisting": 5, "begin_once": 8, "write": 8, "read": 3, "commit": 8, "rollback": 3,
+    "open": 3, "crop": 3, "fork": 3, "select": 3, "release": 2, "background": 8, "finish_some": 15, "resize": 0.8,
+    "continue_resize": 2, "freeze": 0.05,
+}  # fmt: skip
+"""Methods of `World`, and how often a walk takes each."""
 
-    world: World
+
+class ManagerMachine(RuleBasedStateMachine):
+    """Any operation at any time, all equally likely."""
 
     @initialize(data=st.data())
-    def make(self, data: Any) -> None:
-        def pick(n: int) -> int:
-            return int(self.data.draw(st.integers(0, n - 1))) if n > 1 else 0
-
+    def make(self, data):
         self.data = data
-        self.world = World(_sizes(pick), pick, event)
+        self.world = World(draw_sizes(self._pick), self._pick, event)
         self.world.open()
 
-    def _run(self, data: Any, operation: Callable[[], None]) -> None:
+    def _pick(self, n):
+        return self.data.draw(st.integers(0, n - 1)) if n > 1 else 0
+
+    @rule(data=st.data(), operation=st.sampled_from(list(OPERATIONS)))
+    def run(self, data, operation):
         self.data = data
-        operation()
-
-    @rule(data=st.data())
-    def open(self, data: Any) -> None:
-        self._run(data, self.world.open)
-
-    @rule(data=st.data(), insist=st.booleans())
-    def begin(self, data: Any, insist: bool) -> None:
-        self._run(data, lambda: self.world.begin(insist=insist))
-
-    @rule(data=st.data())
-    def begin_and_commit(self, data: Any) -> None:
-        self._run(data, lambda: self.world.begin(insist=True))
-        self.world.commit()
-
-    @rule(data=st.data())
-    def write(self, data: Any) -> None:
-        self._run(data, self.world.write)
-
-    @rule(data=st.data())
-    def read(self, data: Any) -> None:
-        self._run(data, self.world.read)
-
-    @rule(data=st.data())
-    def commit(self, data: Any) -> None:
-        self._run(data, self.world.commit)
-
-    @rule(data=st.data())
-    def rollback(self, data: Any) -> None:
-        self._run(data, self.world.rollback)
-
-    @rule(data=st.data())
-    def crop(self, data: Any) -> None:
-        self._run(data, self.world.crop)
-
-    @rule(data=st.data())
-    def fork(self, data: Any) -> None:
-        self._run(data, self.world.fork)
-
-    @rule(data=st.data())
-    def select(self, data: Any) -> None:
-        self._run(data, self.world.select)
-
-    @rule(data=st.data())
-    def release(self, data: Any) -> None:
-        self._run(data, self.world.release)
-
-    @rule(data=st.data())
-    def background(self, data: Any) -> None:
-        self._run(data, self.world.background)
-
-    @rule(data=st.data())
-    def finish(self, data: Any) -> None:
-        self._run(data, self.world.finish_some)
-
-    @rule(data=st.data())
-    def freeze(self, data: Any) -> None:
-        self._run(data, self.world.freeze)
-
-    @rule(data=st.data())
-    def resize(self, data: Any) -> None:
-        self._run(data, self.world.resize)
-
-    @rule(data=st.data())
-    def continue_resize(self, data: Any) -> None:
-        self._run(data, self.world.continue_resize)
+        getattr(self.world, operation)()
 
     @invariant()
-    def holds(self) -> None:
+    def holds(self):
         if hasattr(self, "world"):
             self.world.check()
             self.world.check_contents()
 
-    def teardown(self) -> None:
+    def teardown(self):
         if hasattr(self, "world"):
             # Hypothesis draws nothing more here: any fixed order will do.
             self.world.pick = random.Random(0).randrange
@@ -664,29 +614,20 @@ class ManagerMachine(RuleBasedStateMachine):
 
 
 def test_any_operation_at_any_time():
-    run_state_machine_as_test(
-        ManagerMachine, settings=settings(settings(), max_examples=100, stateful_step_count=40)
-    )
+    run_state_machine_as_test(ManagerMachine, settings=settings(settings(), max_examples=100, stateful_step_count=40))
 
 
 @pytest.mark.slow
 def test_any_operation_at_any_time_deep():
-    run_state_machine_as_test(
-        ManagerMachine, settings=settings(settings(), max_examples=400, stateful_step_count=80)
-    )
+    run_state_machine_as_test(ManagerMachine, settings=settings(settings(), max_examples=400, stateful_step_count=80))
 
-
-WEIGHTS = {
-    "open": 3, "begin_and_commit": 30, "begin_insisting": 5, "begin_once": 8, "write": 8, "read": 3, "commit": 8,
-    "rollback": 3, "crop": 3, "fork": 3, "select": 3, "release": 2, "background": 8, "finish_some": 15, "resize": 0.8,
-    "continue_resize": 2, "freeze": 0.05,
-}  # fmt: skip
 
 KINDS = {
     "step", "step of several rows", "step with moves in flight", "two open steps", "torn after 0 layers",
     "torn after 1 layers", "torn after 2 layers",
     "home device", "home host", "home disk", "reads device", "reads host", "reads disk",
-    "evict device_to_host", "evict device_to_disk", "evict host_to_disk", "clean device_to_host", "clean device_to_disk",
+    "evict device_to_host", "evict device_to_disk", "evict host_to_disk",
+    "clean device_to_host", "clean device_to_disk",
     "promote host_to_device", "promote disk_to_device", "relocate device_to_device", "relocate host_to_host",
     "tail copy device_to_device", "tail copy host_to_device", "tail copy disk_to_device",
     "dropped for nothing: device", "dropped for nothing: host", "dropped for nothing: disk",
@@ -698,24 +639,10 @@ KINDS = {
 def walk(seed: int, num_operations: int, seen: Counter[str]) -> None:
     chance = random.Random(seed)
     kinds: list[str] = []
-    world = World(_sizes(chance.randrange), chance.randrange, kinds.append)
-
-    def begin_and_commit() -> None:
-        world.begin(insist=True)
-        world.commit()
-
-    operations: dict[str, Callable[[], None]] = {
-        name: getattr(world, name) for name in WEIGHTS if not name.startswith("begin")
-    }
-    operations |= {
-        "begin_and_commit": begin_and_commit,
-        "begin_insisting": lambda: world.begin(insist=True),
-        "begin_once": world.begin_once,
-    }
+    world = World(draw_sizes(chance.randrange), chance.randrange, kinds.append)
     world.open()
-    names, weights = list(WEIGHTS), list(WEIGHTS.values())
-    for number, name in enumerate(chance.choices(names, weights, k=num_operations)):
-        operations[name]()
+    for number, name in enumerate(chance.choices(list(OPERATIONS), list(OPERATIONS.values()), k=num_operations)):
+        getattr(world, name)()
         world.check()
         if number % 4 == 0:
             world.check_contents()

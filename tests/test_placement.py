@@ -50,7 +50,7 @@ def test_ranks_of_a_sequence():
         (3, 1, 1, 0, Demand(0, 0, 0)),  # the last block has room
         (4, 1, 2, 0, Demand(2, 2, 2)),
         (4, 0, 2, 2, Demand(2, 2, 2)),  # tail copies alone
-        (0, 10 * SIZE, 1, 0, Demand(1, 4, 10)),  # one to write to, first + recent - 1 wished, the rest where there is room
+        (0, 10 * SIZE, 1, 0, Demand(1, 4, 10)),  # one to write to, first + recent - 1 wished, the rest optional
         (8 * SIZE, 2 * SIZE, 1, 0, Demand(1, 2, 2)),
         (7, 2 * SIZE, 3, 1, Demand(1 + 3, 1 + 6, 1 + 6)),
     ],
@@ -77,9 +77,9 @@ def test_scarce_device_slots_go_to_the_last_block_of_every_row_then_to_wishes_th
 
 def test_the_block_that_left_the_recent_window_leaves_first_and_the_front_last():
     made = table([DEVICE] * 8)
-    optional, wished = own_blocks([made], 1, Keep(first=1, recent=3))
-    assert indices(made, optional) == [6, 5, 4, 3, 2, 1]
-    assert indices(made, wished) == [7, 0]
+    optional, wished = own_blocks([made], 1, Keep(first=1, recent=3))  # a ninth block begins
+    assert indices(made, optional) == [5, 4, 3, 2, 1]
+    assert indices(made, wished) == [7, 6, 0]
 
 
 def test_last_blocks_with_room_and_blocks_below_are_not_offered():

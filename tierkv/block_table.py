@@ -104,7 +104,7 @@ class BlockTable:
         """Yield where the tokens ``start`` to ``stop`` lie, coalesced into runs that stay inside a segment."""
         size = self.block_size
         index = start // size
-        last = self.blocks_for(stop)
+        last = self.blocks_for(stop) if start < stop else index
         while index < last:
             first = index
             tier = self.blocks[index].tier

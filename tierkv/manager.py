@@ -20,6 +20,7 @@ from tierkv.block_pool import BlockPool
 from tierkv.block_table import Block, BlockTable, Extent, drop_reference
 from tierkv.errors import CapacityError
 from tierkv.placement import (
+    Demand,
     Keep,
     demand,
     device_share,
@@ -163,7 +164,7 @@ class TierManager:
             table.seal()
             self._tables[table] = self._tables.pop(table)
         if any(move.tail_of in tables for move in self.moves):
-            return Room(())  # it would put the last block of before the step in the place of the one that is appended to
+            return Room(())  # the copy would take the place of the block that this step appends to
         tails = tails_to_copy(tables)
         moves, ready = self._make_room(tables, count, len(tails))
         if ready and tails and not moves:
@@ -319,6 +320,8 @@ class TierManager:
         device = self.pools[Tier.DEVICE]
         if device.free >= need.total:
             return [], True
+        if not self.moves and need.total > sum(self.pools[tier].free + self._num_droppable(tier) for tier in Tier):
+            raise self._no_room(need)  # before anything idle has moved for it
         running = self._active(())
         active = self._active(tables)
         moves: list[Move] = []
@@ -344,7 +347,7 @@ class TierManager:
                     return
 
         evict(idle_blocks(self._tables, active, Tier.DEVICE), need.total)
-        # What is still missing goes below, new blocks or older ones: host memory is for them before it is for idle ones.
+        # What is still missing goes below, new blocks or older ones: host memory is for them rather than for idle ones.
         vacated = self._vacate_host(need.total - device.free - coming, active)
         moves += vacated
         if not vacated and not any(move.evicts and move.wire.source is Tier.HOST for move in self.moves):
@@ -357,12 +360,16 @@ class TierManager:
         if room[0] < need.hard or need.total > sum(room):
             if self.moves:  # they hold slots that some will give back
                 return [], False
-            raise CapacityError(
-                f"{need.total} more blocks of {self.block_size} tokens are needed and there is room for {room[0]} on the "
-                f"device, {room[1]} in host memory and {room[2]} on disk; raise a tier's capacity, or use fewer or "
-                f"shorter sequences"
-            )
+            raise self._no_room(need)
         return [], True
+
+    def _no_room(self, need: Demand) -> CapacityError:
+        device, host, disk = self.pools[Tier.DEVICE].free, self._available(Tier.HOST), self._available(Tier.DISK)
+        return CapacityError(
+            f"{need.total} more blocks of {self.block_size} tokens are needed and there is room for {device} on the "
+            f"device, {host} in host memory and {disk} on disk; raise a tier's capacity, or use fewer or shorter "
+            f"sequences"
+        )
 
     def _vacate_host(self, wanted: int, active: set[Block]) -> list[Move]:
         """Start moving idle blocks from host memory to disk until ``wanted`` slots are or will be free there."""
@@ -396,7 +403,10 @@ class TierManager:
     def _available(self, tier: Tier) -> int:
         """Slots that ``_take`` can hand out: the free ones, and those of droppable clean copies."""
         pool = self.pools[tier]
-        return 0 if pool.frozen or not pool.num_slots else pool.free + sum(1 for _ in self._droppable(tier))
+        return 0 if pool.frozen or not pool.num_slots else pool.free + self._num_droppable(tier)
+
+    def _num_droppable(self, tier: Tier) -> int:
+        return sum(1 for _ in self._droppable(tier))
 
     def _has_room(self, tier: Tier) -> bool:
         pool = self.pools[tier]
@@ -431,9 +441,7 @@ class TierManager:
         move.target = self._new_block()
         return move
 
-    def _start(
-        self, block: Block, tier: Tier, slot: int, *, evicts: bool, tail_of: BlockTable | None = None
-    ) -> Move:
+    def _start(self, block: Block, tier: Tier, slot: int, *, evicts: bool, tail_of: BlockTable | None = None) -> Move:
         move = Move(block, Wire(block.tier, tier), block.slots[block.tier], slot, evicts, tail_of)
         self.pools[block.tier].retain(move.source_slot)
         if tail_of is None:

@@ -1,7 +1,7 @@
 """Tiny random models of every family, configs whose tiers are too small for one sequence, and stock runs to compare with."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -200,3 +200,29 @@ class Lab:
 @pytest.fixture
 def lab(tmp_path: Path) -> Lab:
     return Lab(tmp_path)
+
+
+@pytest.fixture
+def filled(lab: Lab, tiny_model: Callable[..., PreTrainedModel]) -> Iterator[Callable[..., Any]]:
+    """Return a function that makes a cache holding a prompt of 100 tokens and 7 of its 8 new ones."""
+    with ExitStack() as opened:
+
+        def fill(family: str = "llama", *, rows: int = 1, pads: tuple[int, ...] = ()) -> Any:
+            model, batch = tiny_model(family), lab.prompt(rows, 100, pads=pads)
+            engine = opened.enter_context(lab.attach(model, rows=4 * rows, tokens=180))
+            cache = engine.new_cache()
+            ids = model.generate(**batch, cache=cache, do_sample=False, max_new_tokens=8)  # type: ignore[operator]
+            return model, engine, cache, ids, batch["attention_mask"]
+
+        yield fill
+
+
+@pytest.fixture
+def check(lab: Lab) -> Callable[..., None]:
+    """Return a function that asserts that a call on a filled cache gives what a fresh run over ``ids`` gives."""
+
+    def check(model: Any, cache: Any, ids: torch.Tensor, **settings: Any) -> None:
+        settings = {"do_sample": False, "max_new_tokens": 8} | settings
+        assert torch.equal(model.generate(ids, cache=cache, **settings), lab.stock(model, ids, **settings))
+
+    return check

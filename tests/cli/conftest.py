@@ -1,0 +1,56 @@
+"""A tiny model in a folder, and two ways to run the command line."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from tests.cli.commands import save_tiny_model
+from tierkv.cli.app import app
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Give the folder of the tiny model."""
+    return save_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture
+def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Leave only one TIERKV_ setting: a store of this test's own, whose folder is returned."""
+    for name in [name for name in os.environ if name.startswith("TIERKV_")]:
+        monkeypatch.delenv(name)
+    store = tmp_path / "store"
+    monkeypatch.setenv("TIERKV_DISK__PATH", str(store))
+    return store
+
+
+@pytest.fixture
+def cli(clean_environment: Path) -> Callable[..., Result]:
+    """Run a command line in this process."""
+
+    def run(*args: object, input: str | bytes | None = None) -> Result:
+        result = CliRunner().invoke(app, [str(arg) for arg in args], input=input)
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        return result
+
+    return run
+
+
+@pytest.fixture
+def start(clean_environment: Path) -> Callable[..., subprocess.Popen[str]]:
+    """Start a command line in a process of its own."""
+
+    def run(*args: object, **environment: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "tierkv", *map(str, args)],
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env={**os.environ, "PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1", **environment},
+        )  # fmt: skip
+
+    return run

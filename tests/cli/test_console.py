@@ -1,0 +1,130 @@
+"""What all commands share: exit codes, one line for an error, one JSON object, and a start that loads nothing heavy."""
+
+import errno
+import subprocess
+import sys
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from tests.cli.commands import assert_one_line_error, finish
+from tierkv import errors
+from tierkv.cli.console import BadInput, CommandGroup, Failed, Terminated, print_json, reserve_stdout
+
+
+def run(error):
+    """Run a command that raises, in a group of its own."""
+    app = typer.Typer(cls=CommandGroup)
+
+    @app.command("work")
+    def work():
+        raise error
+
+    @app.command("rest")
+    def rest():
+        """Make the group a group."""
+
+    return CliRunner().invoke(app, ["work"])
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        BadInput("no such file"),
+        errors.ConfigError("no such file"),
+        errors.UnsupportedModel("no such file"),
+        errors.UnsafeCall("no such file"),
+        errors.CapacityError("no such\n   file"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(error):
+    assert_one_line_error(run(error), "no such file")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        Failed("it broke"),
+        errors.TierKVError("it broke"),
+        errors.StoreFull("it broke"),
+        errors.BlockLost("it broke"),
+        OSError(errno.ENOSPC, "it broke"),
+        MemoryError("it broke"),
+        RuntimeError("[enforce] it broke: you can't allocate memory"),
+    ],
+)
+def test_a_failure_is_one_line_and_exit_code_1(error):
+    result = run(error)
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert result.stderr.count("\n") == 1
+    assert "it broke" in result.stderr
+
+
+def test_an_error_without_a_message_still_says_something():
+    assert run(MemoryError()).stderr == "error: out of memory\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [(KeyboardInterrupt(), 130, "interrupted\n"), (Terminated(), 143, "terminated\n"), (BrokenPipeError(), 1, "")],
+)
+def test_signals_and_a_reader_that_is_gone(error, code, line):
+    result = run(error)
+    assert (result.exit_code, result.stderr, result.stdout) == (code, line, "")
+
+
+def test_a_missing_extra_says_how_to_install_it():
+    result = run(ModuleNotFoundError("No module named 'transformers'", name="transformers"))
+    assert_one_line_error(result, "transformers", '".[hf]"')
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("a bug"), ModuleNotFoundError("a bug", name="nobody")])
+def test_a_bug_keeps_its_traceback(error):
+    assert run(error).exception is error
+
+
+def test_bad_usage_is_one_line(cli):
+    assert_one_line_error(cli("nosuch"), "nosuch", "tierkv --help")
+    assert_one_line_error(cli("info", "--bogus"), "--bogus", "info --help")
+    assert_one_line_error(cli("generate", "--prompt", "x"), "--model")
+    assert_one_line_error(cli("--bogus"), "--bogus")
+    assert_one_line_error(cli("demo", "--max-new-tokens", "many"), "--max-new-tokens")
+
+
+def test_help_and_version(cli):
+    assert "demo" in cli().stdout
+    assert "--json" in cli("-h").stdout
+    for command in ("demo", "generate", "info"):
+        result = cli(command, "--help")
+        assert result.exit_code == 0
+        assert "Examples" in result.stdout
+        assert f"tierkv {command}" in result.stdout
+    assert cli("--version").stdout == "tierkv 0.1.0\n"
+
+
+def test_json_leaves_stdout_to_the_object(capsys):
+    with reserve_stdout(as_json=True):
+        print("a library talks")
+    print_json({"text": "ü\n"})
+    captured = capsys.readouterr()
+    assert captured.out == '{\n  "text": "ü\\n"\n}\n'
+    assert captured.err == "a library talks\n"
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        print_json({"value": float("nan")})
+    assert capsys.readouterr().out == ""
+
+
+def test_the_command_line_starts_light():
+    code = "import sys, tierkv.cli.app; print(*({'torch', 'transformers', 'lmdb', 'triton', 'numpy'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""
+
+
+def test_a_closed_pipe_ends_quietly(start):
+    process = start("info", "--default-config")
+    process.stdout.close()
+    process.stdout = None
+    code, _, stderr = finish(process)
+    assert (code, stderr) == (1, "")

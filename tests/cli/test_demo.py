@@ -1,0 +1,138 @@
+"""``tierkv demo``: the contract of its JSON, its self-checks, and what a killed run leaves behind."""
+
+import signal
+from dataclasses import replace
+
+import pytest
+
+from tests.cli.commands import LIMIT, assert_one_line_error, byte_tokenizer, finish, one_object, spill_files, stop, wait_for
+from tierkv.cli import demo_run
+from tierkv.cli.console import BadInput
+from tierkv.cli.demo_text import QUESTION, demo_inputs, document
+from tierkv.cli.streams import TokenStream
+from tierkv.metrics import Stats, TierStats
+
+KEYS = {
+    "model", "dtype", "prompt_tokens", "new_tokens", "tokens_equal", "read_path", "logits_bit_identical", "text",
+    "budget_bytes", "peak_bytes", "blocks", "copies", "moved_bytes", "kv_bytes_total", "decode_tokens_per_second",
+}  # fmt: skip
+TIERS = {"device", "host", "disk"}
+
+
+def check(shown):
+    """Check everything that the demo promises."""
+    assert set(shown) >= KEYS
+    assert shown["tokens_equal"] is True
+    assert shown["logits_bit_identical"] is True
+    assert shown["failures"] == []
+    assert shown["dtype"] == "float32"
+    assert shown["prompt_tokens"] >= 1400
+    for name in ("budget_bytes", "peak_bytes", "blocks", "copies"):
+        assert set(shown[name]) == TIERS
+    assert all(count > 0 for count in shown["blocks"].values())
+    assert all(0 < shown["peak_bytes"][tier] <= shown["budget_bytes"][tier] for tier in TIERS)
+    assert 2 * (shown["budget_bytes"]["device"] + shown["budget_bytes"]["host"]) < shown["kv_bytes_total"]
+    assert {"device_to_host", "host_to_device", "host_to_disk", "disk_to_host"} <= set(shown["moved_bytes"])
+    assert set(shown["decode_tokens_per_second"]) == {"dynamic", "tierkv"}
+
+
+def test_a_tiny_model_keeps_every_promise(cli, tiny, clean_environment):
+    command = ("demo", "--model", tiny, "--prompt-tokens", 1500, "--max-new-tokens", 8)
+    shown = one_object(cli(*command, "--json").stdout)
+    check(shown)
+    assert shown["new_tokens"] == 8
+    assert shown["question"] == QUESTION
+    assert spill_files(clean_environment) == []
+    report = cli(*command)
+    assert report.exit_code == 0
+    for word in (QUESTION, "budget", "disk", "tokens/s", "bit-identical", "equal to the stock"):
+        assert word in report.stdout
+
+
+def test_the_users_budgets_do_not_change_the_demo(cli, tiny, monkeypatch):
+    monkeypatch.setenv("TIERKV_DEVICE__CAPACITY", "64MiB")
+    monkeypatch.setenv("TIERKV_DISK__CAPACITY", "0")
+    check(one_object(cli("demo", "--model", tiny, "--prompt-tokens", 1500, "--max-new-tokens", 3, "--json").stdout))
+
+
+def test_bad_input(cli, tiny):
+    assert_one_line_error(cli("demo", "--model", "/no/such"), "/no/such")
+    assert_one_line_error(cli("demo", "--prompt-tokens", 100), "--prompt-tokens")
+    result = cli("demo", "--model", tiny, "--prompt-tokens", LIMIT + 500)
+    assert result.exit_code == 2
+    assert "limit" in result.stderr
+
+
+def test_a_failed_self_check_is_said_and_ends_with_1(cli, tiny, monkeypatch):
+    monkeypatch.setattr(demo_run, "same_logits", lambda *_: False)
+    result = cli("demo", "--model", tiny, "--prompt-tokens", 1500, "--max-new-tokens", 3, "--json")
+    assert result.exit_code == 1
+    assert one_object(result.stdout)["failures"] == ["the logits differ from those of the stock cache"]
+    assert result.stderr.splitlines()[-1].startswith("error: ")
+
+
+def outcome(**changes):
+    """Make the outcome of a good run, with changes."""
+    tiers = {name: TierStats(100, 80, 90, 5, 0, 6) for name in ("device", "host", "disk")}
+    stats = Stats(tiers, {}, 1000, 1, "gathered", "", 1, 0, "")
+    streams = []
+    for tokens in ([1, 2, 3], changes.pop("tokens", [1, 2, 3])):
+        streams.append(TokenStream())
+        streams[-1].tokens = tokens
+    stats = replace(stats, **{name: changes.pop(name) for name in list(changes) if name in {"tiers", "kv_bytes_total"}})
+    return demo_run.Outcome(demo_run.Run(streams[0]), demo_run.Run(streams[1], stats), **{"logits_bit_identical": True, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"tokens": [1, 9, 3]}, "new token 2"),
+        ({"tokens": [1, 2]}, "new token 3"),
+        ({"logits_bit_identical": False}, "logits"),
+        ({"kv_bytes_total": 400}, "not under half"),
+        ({"tiers": {n: TierStats(100, 80, 101, 5, 0, 6) for n in ("device", "host")}}, "the device tier took 101 bytes"),
+        ({"tiers": {n: TierStats(100, 80, 90, 0, 3, 6) for n in ("device", "host")}}, "no block lies in the host tier"),
+    ],
+)
+def test_every_self_check_finds_its_fault(changes, words):
+    assert demo_run.failures(outcome()) == []
+    assert words in "; ".join(demo_run.failures(outcome(**changes)))
+
+
+def test_the_prompt_is_real_text_of_about_the_length_asked_for():
+    tokenizer = byte_tokenizer()
+    assert len("\n\n".join(document())) > 60_000
+    for wanted in (1500, 2000, 20_000):
+        inputs = demo_inputs(tokenizer, wanted)
+        assert 0.75 * wanted < inputs["input_ids"].shape[1] <= wanted
+        text = tokenizer.decode(inputs["input_ids"][0])
+        assert text.endswith(f"{QUESTION}\n[assistant] ")
+        assert "context manager" in text
+    with pytest.raises(BadInput, match="no room"):
+        demo_inputs(tokenizer, 60)
+
+
+@pytest.mark.slow
+def test_nothing_of_a_killed_run_is_left_after_the_next(start, tiny, clean_environment):
+    command = ("demo", "--json", "--model", tiny, "--prompt-tokens", 1500, "--max-new-tokens")
+    process = start(*command, 6000)
+    wait_for(lambda: [file for file in spill_files(clean_environment) if file.name == "data.mdb"], process)
+    code, _, _ = stop(process, signal.SIGKILL)
+    assert code == -signal.SIGKILL
+    assert spill_files(clean_environment), "the kill came too late to leave anything"
+    code, stdout, _ = finish(start(*command, 4))
+    assert code == 0
+    check(one_object(stdout))
+    assert spill_files(clean_environment) == []
+
+
+@pytest.mark.slow
+@pytest.mark.model
+@pytest.mark.timeout(600)
+def test_the_real_model_answers_from_three_tiers(cli):
+    shown = one_object(cli("demo", "--json").stdout)
+    check(shown)
+    assert shown["model"] == "SmolLM2-135M-Instruct"
+    assert shown["prompt_tokens"] >= 1500
+    assert shown["new_tokens"] >= 48
+    assert "with" in shown["text"]

@@ -61,6 +61,8 @@ def block_layout(model: PreTrainedModel, block_size: int) -> tuple[BlockLayout, 
         raise UnsupportedModel(f"{type(model).__name__} has no generate; attach to the model with a language-model head")
     if getattr(config, "add_cross_attention", False):
         raise UnsupportedModel(f"{name} has cross-attention, whose cache tensors are read directly, which cannot be tiered")
+    if not set(CACHE_ARGUMENTS) & set(inspect.signature(model.forward).parameters):
+        raise UnsupportedModel(f"{name} takes no cache, so there is nothing to tier")
     names = (name, str(model.config.model_type))
     if any(one.startswith(OWN_CACHE_TYPES) for one in names) or not model._supports_default_dynamic_cache():  # noqa: SLF001 - no public way (5.24)
         raise UnsupportedModel(f"{name} keeps its KV in cache layers of its own, which cannot be tiered")

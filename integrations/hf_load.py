@@ -157,15 +157,16 @@ def _check_gguf(path: Path) -> None:
 # -- loading ----------------------------------------------------------------------------------------------------------
 
 
-def _load(source: Path | str, dtype: str, **gguf: str) -> Loaded:
-    """Load from a folder or the hub; ``gguf_file`` in ``gguf`` names a GGUF file in the folder."""
+def _load(source: Path | str, dtype: str) -> Loaded:
+    """Load from a folder, the hub, or a GGUF file."""
+    # Code beside a model is never run; unset, transformers would ask on the terminal. Nor are pickled weights read.
+    where, options, only_safe = str(source), {"trust_remote_code": False}, {"use_safetensors": True}
+    if isinstance(source, Path) and source.is_file():
+        where, options, only_safe = str(source.parent), {**options, "gguf_file": source.name}, {}
     wanted: Any = dtype if dtype == "auto" else getattr(torch, dtype)
-    where = str(source)
-    # Pickled weights are never read, code beside a model never run (unset, transformers would ask on the terminal).
-    only_safe: Any = {"trust_remote_code": False} | ({} if gguf else {"use_safetensors": True})
     try:
         model, found = AutoModelForCausalLM.from_pretrained(
-            where, dtype=wanted, output_loading_info=True, **only_safe, **gguf
+            where, dtype=wanted, output_loading_info=True, **only_safe, **options
         )
     except _LOAD_ERRORS as error:
         raise _explained(source, error) from error
@@ -173,7 +174,7 @@ def _load(source: Path | str, dtype: str, **gguf: str) -> Loaded:
         # transformers would go on with random numbers in their place.
         raise ConfigError(f"{source}: {len(missing)} weights are missing, {missing[0]} for one; get the whole model")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=False, **gguf)
+        tokenizer = AutoTokenizer.from_pretrained(where, **options)
     except _LOAD_ERRORS as error:
         raise ConfigError(f"{source}: its tokenizer cannot be loaded: {_first_line(error)}") from error
     return model, tokenizer
@@ -217,7 +218,7 @@ def _load_gguf(path: Path, dtype: str, cache: Path, say: Say) -> Loaded:
 
 def _read_gguf(path: Path, dtype: str) -> Loaded:
     """Read the file with transformers, and forget that it was quantised: the weights are ordinary tensors now."""
-    model, tokenizer = _load(path.parent, dtype, gguf_file=path.name)
+    model, tokenizer = _load(path, dtype)
     model.hf_quantizer = None  # type: ignore[assignment]  # torch types a module's attributes as tensors
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config

@@ -4,11 +4,10 @@ Puts are accepted into memory and committed in the background, some values a tra
 from memory, so no reader sees that they are late. What is kept and why:
 
 - **File bytes are bounded** by a map size fixed at open. LMDB copies pages on write and reuses a freed page only two
-  commits later, so a map holds fewer records than fit into it: ``usable_records`` says how many.
+  commits later, so a map holds fewer records than fit into it: ``storage.disk_room`` says how many.
 - **Never ``writemap``**: with it a full file system kills the process (SIGBUS); without it, a commit fails.
 - **Readahead stays on**: without it, cold values of this size were read at a twentieth of the disk's speed.
-- **Read transactions are short, and a commit waits for those that outlived the one before.** An open one keeps every
-  page freed after it from being reused; commits that then take pages elsewhere break up the room that values need.
+- **Read transactions are short, and commits wait for old ones**: an open one keeps freed pages from being reused.
 - **Nothing that was accepted is lost** while the process lives: when a commit fails, the store stops accepting and goes
   on serving what it holds in memory.
 """
@@ -17,15 +16,17 @@ import atexit
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, TypeVar
 
 import lmdb
 
 from tierkv.errors import ClosedError, RecordError, StoreError, StoreFull, TransferTimeout
-from tierkv.storage.codec import PAGE_BYTES, Buffer, page_rounded_bytes
+from tierkv.storage.codec import PAGE_BYTES, Buffer
+from tierkv.storage.disk_room import map_bytes
+from tierkv.storage.reader_gate import Reader, ReaderGate
 from tierkv.storage.write_queue import Operation, WriteQueue
 
 _log = logging.getLogger(__name__)
@@ -33,40 +34,10 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MAX_KEY_BYTES: Final = 511
-_OLD_READER_SECONDS: Final = 0.1
-_DRAIN_SECONDS: Final = 1.0
 
 # Open stores of this process, by (process, real path): LMDB's locks break if a file is opened twice in a process.
 _open_stores: "dict[tuple[int, Path], LmdbStore]" = {}
 _registry_lock = threading.Lock()
-
-
-def map_bytes(capacity_bytes: int) -> int:
-    """Return the largest map whose files stay within ``capacity_bytes`` of allocated blocks.
-
-    Beside the data there are the lock file and the file system's own block lists (ext4 counts them as the file's).
-    """
-    return max(0, capacity_bytes - capacity_bytes // 512 - 65536) // PAGE_BYTES * PAGE_BYTES
-
-
-def usable_sets(capacity_bytes: int, record_sizes: Sequence[int], write_batch: int) -> int:
-    """Return how many sets of records, one of each size, a store of this capacity always has room for.
-
-    Any mix of overwrites and deletes, in any order, fits as long as no more sets are live. Keys of at most 64 bytes.
-    The terms were measured (``tests/storage/test_disk_room.py`` churns full stores): pages freed by the two latest
-    commits wait for reuse, 2.5 batches at most, and a concurrent read holds back what is freed while it lasts; the
-    index takes up to a page for 25 records; sizes that differ leave gaps of 5 % in the worst mix found.
-    """
-    pages = map_bytes(capacity_bytes) // PAGE_BYTES
-    record_pages = [page_rounded_bytes(size) // PAGE_BYTES for size in record_sizes]
-    waiting = (4 * write_batch + 8) * (max(record_pages) + 1) + 32
-    filled = 0.99 if len(set(record_pages)) == 1 else 0.9
-    return max(0, int((pages - waiting) * filled / (sum(record_pages) + len(record_pages) / 20)))
-
-
-def usable_records(capacity_bytes: int, record_bytes: int, write_batch: int) -> int:
-    """Return how many records of ``record_bytes`` a store of this capacity always has room for (``usable_sets``)."""
-    return usable_sets(capacity_bytes, [record_bytes], write_batch)
 
 
 class LmdbStore:
@@ -114,13 +85,7 @@ class LmdbStore:
         self._wait_seconds = wait_seconds
         self._pid = os.getpid()
         self._queue = WriteQueue(f"the store {self.path}", write_queue_bytes, wait_seconds)
-        self._lock = threading.Lock()
-        self._readers_changed = threading.Condition(self._lock)
-        # Reads of the file under way, each with the number of commits before it.
-        self._reading: dict[object, int] = {}
-        self._commits = 0
-        self._draining = False
-        self._closed = False
+        self._gate = ReaderGate()
         self._writer = threading.Thread(target=self._write, name=f"tierkv-lmdb-{self.path.name}", daemon=True)
         with _registry_lock:
             if (self._pid, self.path) in _open_stores:
@@ -168,18 +133,13 @@ class LmdbStore:
             if operation.value is None:
                 raise self._missing(key)
             return use(memoryview(operation.value).toreadonly().cast("B"))
-        this = object()
+        reader = Reader()
         try:
-            with self._lock:
-                if self._draining:
-                    self._readers_changed.wait_for(lambda: not self._draining, _DRAIN_SECONDS)
+            if not self._gate.enter(reader):
                 self.check_open()
-                self._reading[this] = self._commits
             return self._read(key, use)
         finally:
-            with self._lock:
-                self._reading.pop(this, None)
-                self._readers_changed.notify_all()
+            self._gate.leave(reader)
 
     def delete(self, keys: Iterable[bytes]) -> None:
         """Delete values, in order with puts; keys without one are fine. Never waits.
@@ -239,12 +199,9 @@ class LmdbStore:
             return  # the environment is the parent's
         self._queue.close(drop=not self._durable)
         self._writer.join(self._wait_seconds)
-        with self._lock:
-            self._closed = True
-            self._readers_changed.wait_for(lambda: not self._reading, _DRAIN_SECONDS)
-            # Closing the map under a thread that reads from it would crash the process.
-            if self._writer.is_alive() or self._reading:
-                raise TransferTimeout(f"the store {self.path} is still in use and stays open")
+        # Closing the map under a thread that uses it would crash the process.
+        if not self._gate.close() or self._writer.is_alive():
+            raise TransferTimeout(f"the store {self.path} is still in use and stays open")
         with _registry_lock:
             self._environment.close()
             _open_stores.pop((self._pid, self.path), None)
@@ -255,7 +212,7 @@ class LmdbStore:
         """Raise ClosedError if the store is closed, or belongs to the process that this one was forked from."""
         if os.getpid() != self._pid:
             raise ClosedError(f"the store {self.path} belongs to the parent process; open another after fork()")
-        if self._closed:
+        if self._gate.closed:
             raise ClosedError(f"the store {self.path} is closed")
 
     def _missing(self, key: bytes) -> RecordError:
@@ -283,17 +240,13 @@ class LmdbStore:
             self._queue.finish()
 
     def _commit_or_make_room(self, batch: dict[bytes, Operation]) -> None:
-        with self._lock:
-            oldest = self._commits - 1
-            self._readers_changed.wait_for(
-                lambda: all(before >= oldest for before in self._reading.values()), _OLD_READER_SECONDS
-            )
+        self._gate.wait_for_old_readers()
         try:
             self._commit(batch)
         except lmdb.MapFullError:
             # A slow read may have kept freed pages from reuse all the same. With no reader about, each commit sets free
             # the pages of the one before, and a single value needs the least room.
-            with self._without_readers():
+            with self._gate.without_readers():
                 for key, operation in batch.items():
                     self._commit({key: operation})
 
@@ -304,27 +257,15 @@ class LmdbStore:
                     transaction.delete(key)
                 else:
                     transaction.put(key, operation.value)
-        with self._lock:
-            self._commits += 1
-
-    @contextmanager
-    def _without_readers(self) -> Iterator[None]:
-        """Hold new reads back while the block runs. Bounded waits on both sides, so nothing can deadlock."""
-        with self._lock:
-            self._draining = True
-            self._readers_changed.wait_for(lambda: not self._reading, _DRAIN_SECONDS)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._draining = False
-                self._readers_changed.notify_all()
+        self._gate.count_commit()
 
     def _fail(self, error: Exception) -> None:
         # LMDB reports a full file system as a short write, "Input/output error": say how much room there is.
-        status = os.statvfs(self.path)
-        free_bytes = status.f_bavail * status.f_frsize
-        message = f"writing to {self.path} failed: {error} ({free_bytes} bytes free on its file system)"
+        free = "its folder is gone"
+        with suppress(OSError):
+            status = os.statvfs(self.path)
+            free = f"{status.f_bavail * status.f_frsize:,} bytes free on its file system"
+        message = f"writing to {self.path} failed: {error} ({free})"
         full = isinstance(error, lmdb.MapFullError | lmdb.DiskError)
         _log.error("%s; what was accepted stays readable in memory, nothing more is accepted", message)
         self._queue.fail(StoreFull(message) if full else StoreError(message))

@@ -31,7 +31,8 @@ from tierkv.storage.codec import (
     page_rounded_bytes,
     record_bytes,
 )
-from tierkv.storage.disk import LmdbStore, usable_sets
+from tierkv.storage.disk import LmdbStore
+from tierkv.storage.disk_room import usable_sets
 from tierkv.storage.spill_dir import SpillDirectory
 from tierkv.tier import Run, Tier
 

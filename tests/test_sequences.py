@@ -3,6 +3,7 @@
 One state machine, on threads and on copies that end when the test says so; a plain cache of full tensors is the model.
 """
 
+import gc
 import random
 import threading
 
@@ -73,6 +74,7 @@ class Sequences(RuleBasedStateMachine):
                 batch.release()
             self.pairs.clear()
             self.settle()
+            gc.collect()  # an error knows the frames that it passed
             with self.engine.exclusive():
                 self.engine._mover.wait()
                 self.engine._mover.reap()
@@ -210,6 +212,7 @@ class Manual(Sequences):
         self.transfers.finish_some(random.Random(0))
         for ticket in self.transfers.pending:
             self.transfers.finish(ticket)
+        self.transfers.submitted.clear()
 
     @precondition(lambda self: bool(getattr(self, "transfers", None) and self.transfers.pending))
     @rule(seed=st.integers(0, 2**16))

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ def save_tiny_model(folder: Path, chat_template: str | None = CHAT) -> Path:
         num_key_value_heads=2, max_position_embeddings=LIMIT, bos_token_id=None, eos_token_id=256, pad_token_id=256,
     )  # fmt: skip
     model = tf.LlamaForCausalLM(config)
+    # Tokens 0 to 93 are the visible letters of ASCII: only these are made, so that there is text to see and no end.
+    model.lm_head.weight.data[94:] = 0
     model.generation_config = tf.GenerationConfig(pad_token_id=256, eos_token_id=256)
     model.save_pretrained(folder)
     byte_tokenizer(chat_template).save_pretrained(folder)
@@ -69,6 +72,15 @@ def stop(process: subprocess.Popen[str], number: signal.Signals) -> tuple[int, s
 def spill_files(store: Path) -> list[Path]:
     """List what engines left in the store: their directories, locks and files."""
     return sorted((store / "spill").rglob("*"))
+
+
+def spilled_bytes(store: Path) -> int:
+    """Return the bytes that engines wrote to the store, as the file system counts them."""
+    total = 0
+    for file in spill_files(store):
+        with suppress(OSError):  # an engine may be closing
+            total += file.stat().st_blocks * 512
+    return total
 
 
 def assert_one_line_error(result: Any, *words: str) -> None:

@@ -3,14 +3,25 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
 from tests.cli.commands import save_tiny_model
 from tierkv.cli.app import app
+
+
+@pytest.fixture(autouse=True)
+def one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Run tiny models on one thread: on a busy machine two spend their time waiting for each other."""
+    threads = torch.get_num_threads()
+    if request.node.get_closest_marker("model") is None:
+        torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")
@@ -33,7 +44,7 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def cli(clean_environment: Path) -> Callable[..., Result]:
     """Run a command line in this process."""
 
-    def run(*args: object, input: str | bytes | None = None) -> Result:
+    def run(*args: object, input: str | bytes | None = None) -> Result:  # noqa: A002 - typer's own name for it
         result = CliRunner().invoke(app, [str(arg) for arg in args], input=input)
         if result.exception is not None and not isinstance(result.exception, SystemExit):
             raise result.exception
@@ -50,7 +61,7 @@ def start(clean_environment: Path) -> Callable[..., subprocess.Popen[str]]:
         return subprocess.Popen(
             [sys.executable, "-m", "tierkv", *map(str, args)],
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env={**os.environ, "PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1", **environment},
+            env={**os.environ, "PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **environment},
         )  # fmt: skip
 
     return run

@@ -106,7 +106,7 @@ def test_help_and_version(cli):
 
 def test_json_leaves_stdout_to_the_object(capsys):
     with reserve_stdout(as_json=True):
-        print("a library talks")
+        sys.stdout.write("a library talks\n")
     print_json({"text": "ü\n"})
     captured = capsys.readouterr()
     assert captured.out == '{\n  "text": "ü\\n"\n}\n'
@@ -117,7 +117,9 @@ def test_json_leaves_stdout_to_the_object(capsys):
 
 
 def test_the_command_line_starts_light():
-    code = "import sys, tierkv.cli.app; print(*({'torch', 'transformers', 'lmdb', 'triton', 'numpy'} & set(sys.modules)))"
+    code = (
+        "import sys, tierkv.cli.app; print(*({'torch', 'transformers', 'lmdb', 'triton', 'numpy'} & set(sys.modules)))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
 

@@ -5,7 +5,17 @@ from dataclasses import replace
 
 import pytest
 
-from tests.cli.commands import LIMIT, assert_one_line_error, byte_tokenizer, finish, one_object, spill_files, stop, wait_for
+from tests.cli.commands import (
+    LIMIT,
+    assert_one_line_error,
+    byte_tokenizer,
+    finish,
+    one_object,
+    spill_files,
+    spilled_bytes,
+    stop,
+    wait_for,
+)
 from tierkv.cli import demo_run
 from tierkv.cli.console import BadInput
 from tierkv.cli.demo_text import QUESTION, demo_inputs, document
@@ -45,7 +55,8 @@ def test_a_tiny_model_keeps_every_promise(cli, tiny, clean_environment):
     assert spill_files(clean_environment) == []
     report = cli(*command)
     assert report.exit_code == 0
-    for word in (QUESTION, "budget", "disk", "tokens/s", "bit-identical", "equal to the stock"):
+    assert QUESTION in " ".join(report.stdout.split())
+    for word in ("budget", "disk", "tokens/s", "bit-identical", "equal to the stock"):
         assert word in report.stdout
 
 
@@ -58,7 +69,7 @@ def test_the_users_budgets_do_not_change_the_demo(cli, tiny, monkeypatch):
 def test_bad_input(cli, tiny):
     assert_one_line_error(cli("demo", "--model", "/no/such"), "/no/such")
     assert_one_line_error(cli("demo", "--prompt-tokens", 100), "--prompt-tokens")
-    result = cli("demo", "--model", tiny, "--prompt-tokens", LIMIT + 500)
+    result = cli("demo", "--model", tiny, "--prompt-tokens", LIMIT + 200)
     assert result.exit_code == 2
     assert "limit" in result.stderr
 
@@ -80,7 +91,9 @@ def outcome(**changes):
         streams.append(TokenStream())
         streams[-1].tokens = tokens
     stats = replace(stats, **{name: changes.pop(name) for name in list(changes) if name in {"tiers", "kv_bytes_total"}})
-    return demo_run.Outcome(demo_run.Run(streams[0]), demo_run.Run(streams[1], stats), **{"logits_bit_identical": True, **changes})
+    return demo_run.Outcome(
+        demo_run.Run(streams[0]), demo_run.Run(streams[1], stats), **{"logits_bit_identical": True, **changes}
+    )
 
 
 @pytest.mark.parametrize(
@@ -90,7 +103,10 @@ def outcome(**changes):
         ({"tokens": [1, 2]}, "new token 3"),
         ({"logits_bit_identical": False}, "logits"),
         ({"kv_bytes_total": 400}, "not under half"),
-        ({"tiers": {n: TierStats(100, 80, 101, 5, 0, 6) for n in ("device", "host")}}, "the device tier took 101 bytes"),
+        (
+            {"tiers": {n: TierStats(100, 80, 101, 5, 0, 6) for n in ("device", "host")}},
+            "the device tier took 101 bytes",
+        ),
         ({"tiers": {n: TierStats(100, 80, 90, 0, 3, 6) for n in ("device", "host")}}, "no block lies in the host tier"),
     ],
 )
@@ -101,10 +117,10 @@ def test_every_self_check_finds_its_fault(changes, words):
 
 def test_the_prompt_is_real_text_of_about_the_length_asked_for():
     tokenizer = byte_tokenizer()
-    assert len("\n\n".join(document())) > 60_000
+    assert len("\n".join(document())) > 60_000
     for wanted in (1500, 2000, 20_000):
         inputs = demo_inputs(tokenizer, wanted)
-        assert 0.75 * wanted < inputs["input_ids"].shape[1] <= wanted
+        assert wanted - 80 < inputs["input_ids"].shape[1] <= wanted
         text = tokenizer.decode(inputs["input_ids"][0])
         assert text.endswith(f"{QUESTION}\n[assistant] ")
         assert "context manager" in text
@@ -115,8 +131,8 @@ def test_the_prompt_is_real_text_of_about_the_length_asked_for():
 @pytest.mark.slow
 def test_nothing_of_a_killed_run_is_left_after_the_next(start, tiny, clean_environment):
     command = ("demo", "--json", "--model", tiny, "--prompt-tokens", 1500, "--max-new-tokens")
-    process = start(*command, 6000)
-    wait_for(lambda: [file for file in spill_files(clean_environment) if file.name == "data.mdb"], process)
+    process = start(*command, 300)
+    wait_for(lambda: spilled_bytes(clean_environment) > 200_000, process)
     code, _, _ = stop(process, signal.SIGKILL)
     assert code == -signal.SIGKILL
     assert spill_files(clean_environment), "the kill came too late to leave anything"

@@ -98,9 +98,11 @@ def test_what_fits_is_made_by_default():
 
 
 def test_what_does_not_fit_says_what_would():
-    with pytest.raises(BadInput, match=r"1,000 tokens and the model's limit is 100 .* shorten it to 99 tokens, about 9%"):
+    with pytest.raises(
+        BadInput, match=r"1,000 tokens and the model's limit is 100 .* shorten it to 99 tokens, about 9%"
+    ):
         check_length(model_config(100), 1000, None, 256)
     with pytest.raises(BadInput, match=r"room for 60 new .* --max-new-tokens 60, or a prompt of at most 39 tokens"):
         check_length(model_config(100), 40, 61, 256)
-    with pytest.raises(BadInput, match="--max-new-tokens 60$"):
+    with pytest.raises(BadInput, match=r"--max-new-tokens 60$"):
         check_length(model_config(100), 40, 100, 256)

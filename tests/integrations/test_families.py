@@ -121,6 +121,17 @@ def test_an_encoder_decoder_is_refused(config):
         tierkv.attach(model)
 
 
+def test_a_model_without_a_cache_is_refused():
+    with pytest.raises(UnsupportedModel, match="takes no cache"):
+        tierkv.attach(tf.OpenAIGPTLMHeadModel(tf.OpenAIGPTConfig(vocab_size=97, n_embd=32, n_layer=1, n_head=2)))
+
+
+def test_cross_attention_is_refused():
+    config = tf.GPT2Config(vocab_size=97, n_embd=32, n_layer=1, n_head=2, add_cross_attention=True)
+    with pytest.raises(UnsupportedModel, match="cross-attention"):
+        tierkv.attach(tf.GPT2LMHeadModel(config))
+
+
 def test_a_model_without_generate_is_refused(tiny_model):
     with pytest.raises(UnsupportedModel, match="language-model head"):
         tierkv.attach(tiny_model("llama").model)

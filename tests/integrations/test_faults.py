@@ -106,7 +106,7 @@ def test_a_call_that_cannot_fit_is_refused_before_the_prefill(tiny_model, three_
     calls = []
     handle = model.model.layers[0].register_forward_hook(lambda *_: calls.append(1))
     try:
-        with tierkv.attach(model, config), pytest.raises(CapacityError, match="smallest device.capacity that suffices"):
+        with tierkv.attach(model, config), pytest.raises(CapacityError, match=r"smallest device\.capacity that suffices"):
             greedy(model, prompt(rows=2, tokens=400), num_beams=3)
     finally:
         handle.remove()
@@ -127,7 +127,7 @@ def test_the_budget_that_the_refusal_names_suffices(tiny_model, three_tiers, row
 
 
 def test_a_device_smaller_than_one_working_set_is_refused_at_attach(tiny_model):
-    with pytest.raises(ConfigError, match="device.capacity = 4,096 bytes cannot hold"):
+    with pytest.raises(ConfigError, match=r"device\.capacity = 4,096 bytes cannot hold"):
         tierkv.attach(tiny_model(), {"device": {"capacity": 4096}, "disk": {"capacity": 0}})
 
 
@@ -220,7 +220,7 @@ assert engine.stats().moved_bytes["device_to_disk"] > 0
 
 def _target(link):
     try:
-        return os.readlink(link)
+        return str(link.readlink())
     except OSError:
         return ""
 

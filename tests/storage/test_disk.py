@@ -461,6 +461,7 @@ def test_close_waits_for_readers(store):
     assert seen == [b"value"]
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_child_is_refused_and_does_no_harm(store):
     store.put(b"key", b"value")
     store.flush()
@@ -537,7 +538,7 @@ killer.join()
 store.flush(20)
 assert store.queued_bytes == 0, store.queued_bytes
 assert store.peak_queued_bytes <= 20_000
-assert not store._reading
+assert not len(store._gate._reading)
 store.close()
 print(hits)
 """

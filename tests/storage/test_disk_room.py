@@ -9,7 +9,8 @@ import pytest
 
 from tierkv.errors import RecordError
 from tierkv.storage.codec import PAGE_BYTES
-from tierkv.storage.disk import LmdbStore, map_bytes, usable_records, usable_sets
+from tierkv.storage.disk import LmdbStore
+from tierkv.storage.disk_room import map_bytes, usable_records, usable_sets
 
 MIB = 1 << 20
 
@@ -32,13 +33,13 @@ def churn(monkeypatch, path, capacity, sizes, write_batch, rounds, num_sets, rea
         rescues: list[int] = []
         wrong: list[int] = []
         peak, stop = 0, threading.Event()
-        drain = store._without_readers
+        drain = store._gate.without_readers
 
         def note():
             rescues.append(1)
             return drain()
 
-        monkeypatch.setattr(store, "_without_readers", note)
+        monkeypatch.setattr(store._gate, "without_readers", note)
 
         def read():
             own = random.Random(2)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tierkv.errors import ClosedError, ConfigError, RecordError, StoreFull
+from tierkv.errors import ClosedError, ConfigError, RecordError, StoreError, StoreFull
 from tierkv.layout import BlockLayout, LayerSpec
 from tierkv.storage.codec import page_rounded_bytes, record_bytes
 from tierkv.storage.spill import SpillStore
@@ -218,6 +218,16 @@ def test_a_capacity_that_holds_no_block(tmp_path, capacity):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_store_that_cannot_be_opened_takes_its_directory_with_it(tmp_path, monkeypatch):
+    def refuse(*args, **options):
+        raise StoreError("cannot open it")
+
+    monkeypatch.setattr("tierkv.storage.spill.LmdbStore", refuse)
+    with pytest.raises(ConfigError, match="cannot open it"):
+        SpillStore(UNIFORM, tmp_path, 8 * MIB)
+    assert not list((tmp_path / "spill").iterdir())
+
+
 def test_a_path_that_cannot_be_used(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError) as caught:
@@ -258,6 +268,7 @@ def test_two_stores_share_a_root(tmp_path):
         check(other, 0, 0, make(UNIFORM, 0, seed=2))
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_child_is_refused_and_does_no_harm(store):
     store.write(0, Run(0, 1), *make(UNIFORM, 0))
     tensors = make(UNIFORM, 0)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tierkv.errors import ConfigError
+from tierkv.storage import spill_dir
 from tierkv.storage.spill_dir import SpillDirectory
 
 HOLD = """
@@ -135,6 +136,23 @@ def test_a_lock_without_its_directory_is_removed(tmp_path):
         assert len(entries(tmp_path)) == 2
 
 
+def test_a_lock_lost_to_a_cleaner_is_made_again(tmp_path, monkeypatch):
+    take = spill_dir._take
+    lost: list[Path] = []
+
+    def lose_twice(lock, descriptor):
+        if len(lost) < 2:
+            lost.append(lock)
+            lock.unlink()
+        return take(lock, descriptor)
+
+    monkeypatch.setattr(spill_dir, "_take", lose_twice)
+    with SpillDirectory(tmp_path) as directory:
+        assert directory.path.with_suffix(".lock") not in lost
+        assert len(entries(tmp_path)) == 2
+    assert len(lost) == 2
+
+
 def test_what_is_not_ours_is_left_alone(tmp_path):
     (tmp_path / "spill" / "photos").mkdir(parents=True)
     (tmp_path / "spill" / "notes.txt").touch()
@@ -143,6 +161,7 @@ def test_what_is_not_ours_is_left_alone(tmp_path):
     assert entries(tmp_path) == ["notes.txt", "photos"]
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_child_does_not_remove_its_parents_directory(tmp_path):
     with SpillDirectory(tmp_path) as directory:
         child = os.fork()

@@ -111,8 +111,10 @@ def report(error: BaseException) -> int | None:
 
 def _out_of_memory(error: BaseException) -> bool:
     # torch's own class is not named, as that would load torch; without a GPU it raises a plain RuntimeError.
-    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or (
-        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
     )
 
 

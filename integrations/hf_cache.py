@@ -81,8 +81,7 @@ class TieredCache(DynamicCache):
                 f"the attention mask covers {inputs.mask.shape[1]} tokens; it must cover the {length} cached tokens and the "
                 f"{inputs.count} new ones"
             )
-        usual_mask = inputs.plain or inputs.mask is not None
-        if usual_mask and not self.content.same_padding(inputs.mask):
+        if inputs.usual_mask and not self.content.same_padding(inputs.mask):
             raise UnsafeCall(
                 "the attention mask says another padding than the cached tokens were computed with; pass the mask of "
                 "the whole sequence, cached tokens included, or call cache.reset()"

@@ -18,6 +18,7 @@ from tierkv.integrations.hf_compat import (
     CACHE_ARGUMENTS,
     CROSS_ATTENTION,
     bound_arguments,
+    deciding_arguments,
     drafts_tokens,
     effective_generation_config,
     effective_mask,
@@ -43,6 +44,7 @@ class GenerateCall:
         repeats: rows per prompt (beams or returned sequences).
         longest: the most tokens a row can reach, cached ones included.
         drafts: whether candidates are drafted and verified.
+        others: arguments besides the ids that have a say in the KV, images for example.
     """
 
     arguments: dict[str, Any]
@@ -56,6 +58,7 @@ class GenerateCall:
     repeats: int
     longest: int
     drafts: bool
+    others: list[str]
 
     @classmethod
     def read(cls, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "GenerateCall":
@@ -67,7 +70,7 @@ class GenerateCall:
         named = bound_arguments(args, kwargs)
         given = [named.pop(name, None) for name in CACHE_ARGUMENTS]
         chosen = next((cache for cache in given if cache is not None), None)
-        config = effective_generation_config(model, named)
+        config, model_kwargs = effective_generation_config(model, named)
         ids, embeds = named.get("input_ids"), named.get("inputs_embeds")
         ids = named.get("inputs") if ids is None else ids
         batch, tokens = (1, 1) if ids is None else (ids.shape[0], ids.shape[-1])
@@ -89,6 +92,7 @@ class GenerateCall:
             repeats=max(config.num_beams or 1, config.num_return_sequences or 1),
             longest=max_length(model, config, named, tokens),
             drafts=drafts_tokens(config, named.get("assistant_model")),
+            others=deciding_arguments(model_kwargs),
         )
 
     @property
@@ -197,16 +201,18 @@ class GenerateCall:
         shared = cache.content.common_prefix(
             self._for_rows_of(cache, ids), None if mask is None else self._for_rows_of(cache, mask)
         )
-        if shared == 0:
+        if shared == 0 and not self.others:
             raise UnsafeCall(
                 f"the cache holds {held} tokens and the ids do not continue them; pass the full ids (cached tokens "
                 f"included), or the new ids with a mask over all tokens, or call cache.reset() for a new text"
             )
         # At least one token must be computed. Drafting feeds the whole prompt again, whatever the cache holds (5.24).
-        keep = 0 if self.drafts else min(shared, count - 1)
+        keep = 0 if self.drafts or self.others else min(shared, count - 1)
         if keep == held:
             return
-        if shared < min(held, count):
+        if self.others:
+            log.warning("%s may change what the %d cached tokens were; all are computed again", " and ".join(self.others), held)
+        elif shared < min(held, count):
             log.warning("the ids continue only %d of the %d cached tokens; the rest is dropped and computed again", shared, held)
         cache.engine.count(tokens_cropped=held - keep)
         if keep and cache.can_crop(keep - held):

@@ -29,6 +29,16 @@ CACHE_ARGUMENTS: Final = ("cache", "past_key_values", "cache_params")
 CROSS_ATTENTION: Final = ("encoder_hidden_states", "encoder_outputs")
 """Arguments with which a decoder attends to an encoder, through cache layers of their own (5.24)."""
 
+NEUTRAL: Final = frozenset(
+    {
+        *CACHE_ARGUMENTS, "input_ids", "attention_mask", "position_ids", "inputs_embeds", "labels", "logits_to_keep",
+        "inputs", "generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn",
+        "assistant_model", "streamer", "negative_prompt_ids", "negative_prompt_attention_mask", "custom_generate", "tokenizer",
+        "assistant_tokenizer",
+    }
+)  # fmt: skip
+"""Arguments of a forward or of ``generate`` that are looked at, or that cannot change the KV of the prompt (5.24)."""
+
 OWN_CACHE_TYPES: Final = ("cpmant", "deepseek_v4", "diffusion_gemma", "dory", "inkling2_loop", "minimax_m3", "mllama")
 """How the names of model types begin whose attention reads fields of cache layers, adds layers, or feeds more tokens than
 it was given (5.24)."""
@@ -158,11 +168,22 @@ def bound_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, 
     return named | bound.get("kwargs", {})
 
 
-def effective_generation_config(model: PreTrainedModel, named: dict[str, Any]) -> Any:
-    """Return the generation config that ``generate`` will use for these arguments, as it computes it itself (5.24)."""
+def effective_generation_config(model: PreTrainedModel, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return the generation config that ``generate`` will use for these arguments, and what it hands to the model (5.24)."""
     settings = {name: value for name, value in named.items() if name not in _generate_signature().parameters}
-    config, _ = model._prepare_generation_config(named.get("generation_config"), **settings)  # noqa: SLF001 - no public way (5.24)
-    return config
+    return model._prepare_generation_config(named.get("generation_config"), **settings)  # noqa: SLF001 - no public way (5.24)
+
+
+def deciding_arguments(named: dict[str, Any]) -> list[str]:
+    """Name the arguments besides ids, mask and positions that may change the KV: images, token types and the like.
+
+    Switches and numbers select what is returned; a tensor or an object may change what is computed.
+    """
+    return [
+        name
+        for name, value in named.items()
+        if name not in NEUTRAL and value is not None and not isinstance(value, bool | str | int | float)
+    ]
 
 
 def drafts_tokens(config: Any, assistant_model: Any) -> bool:

@@ -25,7 +25,8 @@ class ForwardInputs:
         mask: 2-D attention mask ``[rows, at least past + tokens]``, or None for all ones.
         positions: position ids as they were passed, or None.
         implied_positions: without ``positions`` the model counts attended tokens by itself (it takes no position ids).
-        plain: no other argument, nor a mask of another shape, has a say.
+        usual_mask: the mask is 2-D or absent, not one of the caller's own shape.
+        ids_decide: no other argument (images, token types, adapters' inputs) has a say.
     """
 
     count: int
@@ -33,7 +34,8 @@ class ForwardInputs:
     mask: torch.Tensor | None = None
     positions: torch.Tensor | None = None
     implied_positions: bool = False
-    plain: bool = True
+    usual_mask: bool = True
+    ids_decide: bool = True
 
 
 class CacheContent:
@@ -86,9 +88,9 @@ class CacheContent:
             self._mask[:, begin:end] = new_mask
             if not self._padded and not bool(new_mask.all()):
                 self._padded = True
-        self._placed[begin:end] = self._usual_positions(inputs, begin, end) if inputs.plain else False
+        self._placed[begin:end] = self._usual_positions(inputs, begin, end) if inputs.usual_mask else False
         ids = inputs.ids
-        if ids is None or tuple(ids.shape) != (rows, count):
+        if ids is None or not inputs.ids_decide or tuple(ids.shape) != (rows, count):
             self._ids[:, begin:end] = 0
             self._known[begin:end] = False
         else:
@@ -158,14 +160,16 @@ class CacheContent:
         if inputs.positions is None:
             return inputs.implied_positions or not self.padded
         assert self._mask is not None
-        positions = inputs.positions
-        if positions.dim() != 2 or positions.shape[1] != end - begin:
+        positions = inputs.positions  # [rows, tokens], or one such plane for each part of a rotary embedding
+        if positions.dim() < 2 or positions.shape[-1] != end - begin:
             return False
         positions = positions.to(self._mask.device)
-        if not self.padded:
-            return (positions == torch.arange(begin, end, device=positions.device)).all(dim=0)
-        usual = self._mask[:, :end].long().cumsum(dim=1)[:, begin:] - 1
-        return ((positions == usual) | ~self._mask[:, begin:end]).all(dim=0)
+        if self.padded:
+            usual = self._mask[:, :end].long().cumsum(dim=1)[:, begin:] - 1
+            same = (positions == usual) | ~self._mask[:, begin:end]
+        else:
+            same = positions == torch.arange(begin, end, device=positions.device)
+        return same.flatten(0, -2).all(dim=0)
 
 
 def _clone(tensor: torch.Tensor | None) -> torch.Tensor | None:

@@ -7,26 +7,18 @@ inside it (which somebody may call directly), are wrapped; hooks would not do, s
 
 import functools
 import inspect
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tierkv.errors import UnsafeCall
 from tierkv.integrations.hf_cache import TieredCache
-from tierkv.integrations.hf_compat import CACHE_ARGUMENTS
+from tierkv.integrations.hf_compat import CACHE_ARGUMENTS, deciding_arguments
 from tierkv.integrations.hf_content import ForwardInputs
 from tierkv.interrupts import deferred_interrupt
 
 if TYPE_CHECKING:
     from tierkv.integrations.hf_generate import ModelEngine
-
-NEUTRAL: Final = frozenset(
-    {
-        *CACHE_ARGUMENTS, "input_ids", "attention_mask", "position_ids", "inputs_embeds", "use_cache", "return_dict",
-        "output_attentions", "output_hidden_states", "output_router_logits", "logits_to_keep", "num_logits_to_keep", "labels",
-    }
-)  # fmt: skip
-"""Arguments of a forward that are looked at, or that cannot change the KV it computes (5.24)."""
 
 
 class WatchedForward:
@@ -86,18 +78,13 @@ class WatchedForward:
         ids = named.get("input_ids") if embeds is None else None
         fed = embeds if ids is None else ids
         flat = isinstance(mask, torch.Tensor) and mask.dim() == 2
-        # Switches select outputs; a tensor or an object may change the KV.
-        extra = [
-            name
-            for name, value in named.items()
-            if name not in NEUTRAL and value is not None and not isinstance(value, bool | str | int | float)
-        ]
         return ForwardInputs(
             count=fed.shape[1] if fed is not None else 0,
             ids=ids,
             mask=mask if flat else None,
             positions=named.get("position_ids"),
             implied_positions="position_ids" not in self._names,
-            plain=not extra and (mask is None or flat),
+            usual_mask=mask is None or flat,
+            ids_decide=not deciding_arguments(named),
         )
 

@@ -160,13 +160,15 @@ def _check_gguf(path: Path) -> None:
 def _load(source: Path | str, dtype: str) -> Loaded:
     """Load from a folder, the hub, or a GGUF file."""
     # Code beside a model is never run; unset, transformers would ask on the terminal. Nor are pickled weights read.
-    where, options, only_safe = str(source), {"trust_remote_code": False}, {"use_safetensors": True}
+    options: dict[str, Any]
+    where, options, weights = str(source), {}, {"use_safetensors": True}
     if isinstance(source, Path) and source.is_file():
-        where, options, only_safe = str(source.parent), {**options, "gguf_file": source.name}, {}
-    wanted: Any = dtype if dtype == "auto" else getattr(torch, dtype)
+        where, options, weights = str(source.parent), {"gguf_file": source.name}, {}
+    wanted = dtype if dtype == "auto" else getattr(torch, dtype)
+    auto: Any = AutoModelForCausalLM  # its types do not know output_loading_info
     try:
-        model, found = AutoModelForCausalLM.from_pretrained(
-            where, dtype=wanted, output_loading_info=True, **only_safe, **options
+        model, found = auto.from_pretrained(
+            where, dtype=wanted, output_loading_info=True, trust_remote_code=False, **weights, **options
         )
     except _LOAD_ERRORS as error:
         raise _explained(source, error) from error
@@ -174,7 +176,7 @@ def _load(source: Path | str, dtype: str) -> Loaded:
         # transformers would go on with random numbers in their place.
         raise ConfigError(f"{source}: {len(missing)} weights are missing, {missing[0]} for one; get the whole model")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(where, **options)
+        tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=False, **options)
     except _LOAD_ERRORS as error:
         raise ConfigError(f"{source}: its tokenizer cannot be loaded: {_first_line(error)}") from error
     return model, tokenizer

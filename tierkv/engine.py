@@ -81,6 +81,7 @@ class Engine:
         self.native_layers = native_layers
         self.moved: dict[Wire, int] = {}
         self.gate = ForwardGate()
+        self.open_batch: weakref.ref[SequenceBatch] | None = None
         self._pid = os.getpid()
         self._closed = False
         self._caches: weakref.WeakSet[SequenceBatch] = weakref.WeakSet()
@@ -222,11 +223,13 @@ class Engine:
     def _adopt_orphans(self) -> None:
         with deferred_interrupt():
             while self._orphans:
-                tables, step, writes = self._orphans.popleft()
+                tables, step, writes = self._orphans[0]
                 if step is not None:
                     for ticket in writes:
                         self.transfers.wait(ticket)
                     self.reader.end(step)
+                self._orphans.popleft()
+                if step is not None:
                     self.manager.rollback(step)
                 for table in tables:
                     self.manager.release(table)

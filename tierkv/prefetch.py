@@ -8,9 +8,11 @@ exactly as ``torch.cat`` would have laid it out, so attention gives bit-identica
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from tierkv.block_table import Extent
+from tierkv.errors import StoreError
 from tierkv.layout import BlockLayout
 from tierkv.manager import Step
 from tierkv.tier import Run, Tier, Wire
@@ -122,15 +124,18 @@ class LayerReader:
         return all_keys, all_values
 
     def end(self, step: Step) -> None:
-        """Wait for fetches of ``step`` that nobody collected; needed before its slots may be given up."""
+        """Wait for fetches of ``step`` that nobody collected; needed before its slots may be given up.
+
+        Raises:
+            TransferTimeout: one did not end in time: its slots are still being read. ``end`` can be tried again.
+        """
         if self._step is not step:
             return
-        fetched, self._fetched, self._step = self._fetched, {}, None
-        for ticket in fetched.values():
-            try:
+        for ticket in self._fetched.values():
+            # How it ended is nobody's concern any more, but that it ended is.
+            with suppress(StoreError):
                 self._transfers.wait(ticket)
-            except Exception:  # noqa: BLE001 - nobody wants these bytes any more
-                continue
+        self._fetched, self._step = {}, None
 
     def _first_token(self, layer: int) -> int:
         assert self._step is not None

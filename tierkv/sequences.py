@@ -1,5 +1,6 @@
 """SequenceBatch: the sequences of one cache, one block table a row, appended to layer by layer."""
 
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -171,10 +172,11 @@ class SequenceBatch:
 
     def _begin(self, keys: "torch.Tensor") -> None:
         self.rollback()
-        # Without the attached model's hooks (a part of the model called directly) the forward is entered here.
+        # Where nobody watches the model's forward (a part of it is called directly) the forward is entered here.
         self._entered = self.engine.gate.enter() or self._entered
         rows, count = keys.shape[0], keys.shape[2]
         try:
+            self._take_over()
             if not self.tables:
                 with deferred_interrupt():
                     self.tables = [self.engine.manager.open() for _ in range(rows)]
@@ -188,6 +190,14 @@ class SequenceBatch:
         finally:
             if self.step is None:
                 self._leave()
+
+    def _take_over(self) -> None:
+        """Roll back a forward of another batch that was torn and never came back: nobody else is inside the gate."""
+        torn = self.engine.open_batch() if self.engine.open_batch is not None else None
+        self.engine.open_batch = weakref.ref(self)
+        if torn is not None and torn is not self and torn.step is not None:
+            self._entered, torn._entered = self._entered or torn._entered, False
+            torn.rollback()
 
     def _check(self, layer: int, keys: "torch.Tensor", values: "torch.Tensor") -> None:
         step, layout = self.step, self.engine.layout

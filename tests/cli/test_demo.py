@@ -19,7 +19,7 @@ from tests.cli.commands import (
 from tierkv.cli import demo_run
 from tierkv.cli.console import BadInput
 from tierkv.cli.demo_text import QUESTION, demo_inputs, document
-from tierkv.cli.streams import TokenStream
+from tierkv.cli.streams import TokenStream, decode
 from tierkv.metrics import Stats, TierStats
 
 KEYS = {
@@ -121,7 +121,7 @@ def test_the_prompt_is_real_text_of_about_the_length_asked_for():
     for wanted in (1500, 2000, 20_000):
         inputs = demo_inputs(tokenizer, wanted)
         assert wanted - 80 < inputs["input_ids"].shape[1] <= wanted
-        text = tokenizer.decode(inputs["input_ids"][0])
+        text = decode(tokenizer, inputs["input_ids"][0].tolist())
         assert text.endswith(f"{QUESTION}\n[assistant] ")
         assert "context manager" in text
     with pytest.raises(BadInput, match="no room"):

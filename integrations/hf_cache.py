@@ -141,7 +141,9 @@ class TieredCache(DynamicCache):
         self._check_watched()
         return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
 
-    def update_recurrent_state(self, recurrent_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
         """Update a native layer; see ``Cache.update_recurrent_state``."""
         self._check_watched()
         return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
@@ -189,7 +191,9 @@ class TieredCache(DynamicCache):
         indices = torch.as_tensor(indices)
         if indices.dtype == torch.bool:
             if indices.shape != (self.sequences.rows,):
-                raise UnsafeCall(f"a bool mask over rows must have {self.sequences.rows} entries, not {tuple(indices.shape)}")
+                raise UnsafeCall(
+                    f"a bool mask over rows must have {self.sequences.rows} entries, not {tuple(indices.shape)}"
+                )
             indices = indices.nonzero().flatten()
         rows = self.sequences.rows
         self._select([int(index) + (rows if index < 0 else 0) for index in indices.tolist()])
@@ -241,7 +245,7 @@ class TieredCache(DynamicCache):
                 self.content = CacheContent()
             index = torch.tensor(indices, dtype=torch.long)
             for layer in self._native:
-                layer.reorder_cache(index)
+                layer.reorder_cache(index)  # type: ignore[arg-type]
 
     @contextmanager
     def _changing(self) -> Iterator[None]:

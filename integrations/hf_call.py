@@ -184,7 +184,9 @@ class GenerateCall:
         if self.drafts:
             raise UnsafeCall("assisted decoding on a filled cache needs the full ids, cached tokens included")
         if self.config.repetition_penalty not in (None, 1.0) or self.config.no_repeat_ngram_size:
-            raise UnsafeCall("repetition_penalty and no_repeat_ngram_size must see the cached tokens too; pass the full ids")
+            raise UnsafeCall(
+                "repetition_penalty and no_repeat_ngram_size must see the cached tokens too; pass the full ids"
+            )
         if not cache.content.continues:
             raise UnsafeCall(
                 "this cache was filled with positions or masks of the caller's own, so new ids would get other positions "
@@ -211,9 +213,13 @@ class GenerateCall:
         if keep == held:
             return
         if self.others:
-            log.warning("%s may change what the %d cached tokens were; all are computed again", " and ".join(self.others), held)
+            log.warning(
+                "%s may change what the %d cached tokens were; all are computed again", " and ".join(self.others), held
+            )
         elif shared < min(held, count):
-            log.warning("the ids continue only %d of the %d cached tokens; the rest is dropped and computed again", shared, held)
+            log.warning(
+                "the ids continue only %d of the %d cached tokens; the rest is dropped and computed again", shared, held
+            )
         cache.engine.count(tokens_cropped=held - keep)
         if keep and cache.can_crop(keep - held):
             cache.crop(keep - held)

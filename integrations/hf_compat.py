@@ -68,10 +68,14 @@ def block_layout(model: PreTrainedModel, block_size: int) -> tuple[BlockLayout, 
             f"use a decoder-only model, or call generate without attaching tierkv"
         )
     if not model.can_generate():
-        raise UnsupportedModel(f"{type(model).__name__} has no generate; attach to the model with a language-model head")
+        raise UnsupportedModel(
+            f"{type(model).__name__} has no generate; attach to the model with a language-model head"
+        )
     if getattr(config, "add_cross_attention", False):
-        raise UnsupportedModel(f"{name} has cross-attention, whose cache tensors are read directly, which cannot be tiered")
-    if not set(CACHE_ARGUMENTS) & set(inspect.signature(model.forward).parameters):
+        raise UnsupportedModel(
+            f"{name} has cross-attention, whose cache tensors are read directly, which cannot be tiered"
+        )
+    if not set(CACHE_ARGUMENTS) & set(forward_parameters(model)):
         raise UnsupportedModel(f"{name} takes no cache, so there is nothing to tier")
     names = (name, str(model.config.model_type))
     if any(one.startswith(OWN_CACHE_TYPES) for one in names) or not model._supports_default_dynamic_cache():  # noqa: SLF001 - no public way (5.24)
@@ -129,6 +133,11 @@ def watched_modules(model: PreTrainedModel) -> list[torch.nn.Module]:
     return [model] if decoder is model else [model, decoder]
 
 
+def forward_parameters(module: torch.nn.Module) -> tuple[str, ...]:
+    """Return the names of the arguments of a module's forward, in order; wrappers that others put on it may hide them."""
+    return tuple(inspect.signature(type(module).forward).parameters)[1:]
+
+
 def is_dummy(layer: Any) -> bool:
     """Whether a cache layer holds nothing."""
     return isinstance(layer, DummyLayer)
@@ -179,11 +188,13 @@ def deciding_arguments(named: dict[str, Any]) -> list[str]:
 
     Switches and numbers select what is returned; a tensor or an object may change what is computed.
     """
-    return [
-        name
-        for name, value in named.items()
-        if name not in NEUTRAL and value is not None and not isinstance(value, bool | str | int | float)
-    ]
+
+    def says_nothing(value: Any) -> bool:
+        if isinstance(value, dict):  # what encoders put out, by kind
+            return all(map(says_nothing, value.values()))
+        return value is None or isinstance(value, bool | str | int | float)
+
+    return [name for name, value in named.items() if name not in NEUTRAL and not says_nothing(value)]
 
 
 def drafts_tokens(config: Any, assistant_model: Any) -> bool:

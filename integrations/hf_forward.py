@@ -6,14 +6,13 @@ inside it (which somebody may call directly), are wrapped; hooks would not do, s
 """
 
 import functools
-import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tierkv.errors import UnsafeCall
 from tierkv.integrations.hf_cache import TieredCache
-from tierkv.integrations.hf_compat import CACHE_ARGUMENTS, deciding_arguments
+from tierkv.integrations.hf_compat import CACHE_ARGUMENTS, deciding_arguments, forward_parameters
 from tierkv.integrations.hf_content import ForwardInputs
 from tierkv.interrupts import deferred_interrupt
 
@@ -31,7 +30,7 @@ class WatchedForward:
         self._module = module
         self._overridden = module.__dict__.get("forward")
         self._inner = module.forward
-        self._names = tuple(inspect.signature(self._inner).parameters)
+        self._names = forward_parameters(module)
         run = torch.compiler.disable(self._run, recursive=False)
 
         @functools.wraps(self._inner)
@@ -56,7 +55,9 @@ class WatchedForward:
         if not isinstance(cache, TieredCache) or (cache.in_forward and not self._outermost):
             return self._inner(*args, **kwargs)
         if cache.engine is not self._engine:
-            raise UnsafeCall("the cache belongs to another model's engine; make one with this model's engine.new_cache()")
+            raise UnsafeCall(
+                "the cache belongs to another model's engine; make one with this model's engine.new_cache()"
+            )
         cache.engine.check_open()
         completed = False
         try:
@@ -87,4 +88,3 @@ class WatchedForward:
             usual_mask=mask is None or flat,
             ids_decide=not deciding_arguments(named),
         )
-

@@ -9,7 +9,7 @@ import functools
 import logging
 import os
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from transformers import PreTrainedModel
 
@@ -61,20 +61,18 @@ class ModelEngine(Engine):
     def __init__(self, model: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
         """Make the engine and wrap the model; see ``Engine`` for the arguments. ``attach`` calls this."""
         super().__init__(*args, **kwargs)
-        self._model = model
+        self._model = cast("Any", model)  # its type does not know the generate that GenerationMixin gives it
         self._overridden = model.__dict__.get("generate")
-        self._generate = model.generate
+        self._generate = self._model.generate
 
-        @functools.wraps(model.generate)
+        @functools.wraps(self._generate)
         def generate(*args: Any, **kwargs: Any) -> Any:
             """Stand in for ``model.generate``; same arguments, same result."""
             return self._run_call(args, kwargs)
 
         self._wrapper = generate
-        self._watched = [
-            WatchedForward(self, module, outermost=module is model) for module in watched_modules(model)
-        ]
-        model.generate = self._wrapper  # type: ignore[method-assign]
+        self._watched = [WatchedForward(self, module, outermost=module is model) for module in watched_modules(model)]
+        self._model.generate = self._wrapper
         setattr(model, _ATTACHED, self)
 
     def new_cache(self) -> TieredCache:
@@ -95,7 +93,7 @@ class ModelEngine(Engine):
                 if self._overridden is None:
                     del self._model.generate
                 else:
-                    self._model.generate = self._overridden  # type: ignore[method-assign]
+                    self._model.generate = self._overridden
             delattr(self._model, _ATTACHED)
         super().close()
 

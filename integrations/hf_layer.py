@@ -49,14 +49,14 @@ class TieredLayer(CacheLayerMixin):
         """A copy of the keys ``[rows, kv_heads, length, key_dim]`` that transformers' own layer would hold; slow."""
         return self._read(0)
 
+    @keys.setter
+    def keys(self, _: Any) -> None:
+        self._refuse()
+
     @property
     def values(self) -> torch.Tensor | None:  # type: ignore[override]
         """A copy of the values ``[rows, kv_heads, length, value_dim]`` that transformers' own layer would hold; slow."""
         return self._read(1)
-
-    @keys.setter
-    def keys(self, _: Any) -> None:
-        self._refuse()
 
     @values.setter
     def values(self, _: Any) -> None:
@@ -92,9 +92,12 @@ class TieredLayer(CacheLayerMixin):
         """Do nothing: the engine schedules by itself."""
 
     def _refuse(self, *_: Any) -> NoReturn:
-        raise UnsafeCall("a tiered layer cannot change alone; call the verb on the cache, which changes all layers at once")
+        raise UnsafeCall(
+            "a tiered layer cannot change alone; call the verb on the cache, which changes all layers at once"
+        )
 
-    crop = reset = batch_repeat_interleave = batch_select_indices = reorder_cache = _refuse
+    crop = reset = batch_repeat_interleave = batch_select_indices = _refuse
+    reorder_cache = _refuse  # type: ignore[assignment]
 
     def _read(self, which: int) -> torch.Tensor | None:
         if not self._sequences.length:

@@ -7,6 +7,7 @@ whoever holds it that every unfinished folder belongs to a process that is gone.
 """
 
 import fcntl
+import hashlib
 import importlib.util
 import json
 import logging
@@ -22,6 +23,8 @@ from typing import Any, Final
 import torch
 import transformers
 import xxhash
+from huggingface_hub import HfApi, try_to_load_from_cache
+from huggingface_hub.errors import OfflineModeIsEnabled, RepositoryNotFoundError
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -76,6 +79,8 @@ def load_model(
     if isinstance(found, Path) and found.is_file():
         model, tokenizer = _load_gguf(found, "float32" if dtype == "auto" else dtype, cache_dir or _cache_dir(), say)
     else:
+        if isinstance(found, str):
+            _check_hub(found)
         model, tokenizer = _load(found, dtype)
     tokenizer.padding_side = "left"  # transformers does not keep it in what it saves
     return model.to(target).eval(), tokenizer  # type: ignore[arg-type]  # its decorator hides the parameter's type
@@ -154,6 +159,23 @@ def _check_gguf(path: Path) -> None:
     raise ConfigError(f"{path}: not a model file (legal: a GGUF file, or a folder with config.json and safetensors)")
 
 
+def _check_hub(name: str) -> None:
+    """Ask the hub once whether it has a model; transformers would ask six times, for half a minute."""
+    if try_to_load_from_cache(name, "config.json") is not None:
+        return
+    try:
+        HfApi().model_info(name, timeout=10)
+    except OfflineModeIsEnabled:
+        why = "HF_HUB_OFFLINE is set and it is not in the local hub cache"
+    except RepositoryNotFoundError:
+        why = "the hub has no such model, or it is private"
+    except Exception as error:  # noqa: BLE001 - the hub's HTTP library, and with it the class, changes between releases
+        why = f"the hub cannot be reached: {_first_line(error)}"
+    else:
+        return
+    raise ConfigError(f"{name}: neither a file or folder, nor a hub model that can be loaded here ({why})")
+
+
 # -- loading ----------------------------------------------------------------------------------------------------------
 
 
@@ -171,7 +193,10 @@ def _load(source: Path | str, dtype: str) -> Loaded:
             where, dtype=wanted, output_loading_info=True, trust_remote_code=False, **weights, **options
         )
     except _LOAD_ERRORS as error:
-        raise _explained(source, error) from error
+        text = _first_line(error)
+        if "Unrecognized configuration class" in text:
+            raise UnsupportedModel(f"{source}: not a decoder-only language model") from error
+        raise ConfigError(f"{source}: the model cannot be loaded: {text}") from error
     if missing := sorted(found["missing_keys"]):
         # transformers would go on with random numbers in their place.
         raise ConfigError(f"{source}: {len(missing)} weights are missing, {missing[0]} for one; get the whole model")
@@ -180,18 +205,6 @@ def _load(source: Path | str, dtype: str) -> Loaded:
     except _LOAD_ERRORS as error:
         raise ConfigError(f"{source}: its tokenizer cannot be loaded: {_first_line(error)}") from error
     return model, tokenizer
-
-
-def _explained(source: Path | str, error: Exception) -> ConfigError | UnsupportedModel:
-    """Return the one line that a failed load deserves."""
-    text = _first_line(error)
-    if "Unrecognized configuration class" in text:
-        return UnsupportedModel(f"{source}: not a decoder-only language model, so there is nothing to generate with")
-    if isinstance(source, Path):
-        return ConfigError(f"{source}: the model cannot be loaded: {text}")
-    offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}
-    why = "HF_HUB_OFFLINE is set and it is not in the local hub cache" if offline else text
-    return ConfigError(f"{source}: neither a file or folder, nor a hub model that can be loaded here ({why})")
 
 
 def _first_line(error: Exception) -> str:
@@ -278,11 +291,8 @@ def _locked(cache: Path, say: Say) -> Iterator[None]:
 
 
 def _hash(path: Path) -> str:
-    digest = xxhash.xxh3_128()
     with path.open("rb") as file:
-        while chunk := file.read(1 << 22):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def _cache_dir() -> Path:

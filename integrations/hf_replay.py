@@ -25,7 +25,7 @@ class Replay:
         """Note the present state, and wrap the streamer among ``arguments`` (of ``generate``, by name) in place."""
         self._device = device
         self._random = random.getstate()
-        self._numpy = np.random.get_state()  # noqa: NPY002 - what the user's own code may draw from
+        self._numpy = np.random.get_state()
         self._torch = torch.get_rng_state()
         self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         hooks = [*(arguments.get("logits_processor") or ()), *(arguments.get("stopping_criteria") or ())]
@@ -37,7 +37,7 @@ class Replay:
     def start_over(self) -> None:
         """Put everything back."""
         random.setstate(self._random)
-        np.random.set_state(self._numpy)  # noqa: NPY002
+        np.random.set_state(self._numpy)
         torch.set_rng_state(self._torch)
         if self._cuda is not None:
             torch.cuda.set_rng_state(self._cuda, self._device)

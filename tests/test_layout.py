@@ -189,10 +189,6 @@ MODELS: dict[str, tuple[str, dict[str, Any], tuple[int, int, int]]] = {
         (2, 16, 16),
     ),
 }
-REPEATS_HEADS = pytest.mark.xfail(
-    strict=True,
-    reason="kv_shape answers num_kv_heads for Falcon's new decoder; its cache gets num_attention_heads heads",
-)
 
 
 SPECIAL_TOKENS = {"bos_token_id": 1, "eos_token_id": 2}
@@ -204,9 +200,7 @@ def _config(name):
     return getattr(transformers, family)(**SPECIAL_TOKENS, **settings), shape
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[REPEATS_HEADS] if name == "Falcon, new decoder" else []) for name in MODELS]
-)
+@pytest.mark.parametrize("name", MODELS)
 def test_shapes_of_real_configs(name):
     config, shape = _config(name)
     assert kv_shape(config) == shape

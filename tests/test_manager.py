@@ -164,6 +164,21 @@ def test_wishes_push_out_optional_blocks_and_only_musts_push_out_wished_ones():
     assert places(table) == ["d", "h", "d", "h", "d"]
 
 
+def test_new_optional_blocks_do_not_push_out_old_ones():
+    manager = make(device=4, host=10, first=0, recent=1)
+    table = sequence(manager, 3)
+    assert append(manager, table, 4 * SIZE) == []
+    assert places(table) == ["d", "d", "d", "h", "h", "h", "d"]
+
+
+def test_the_block_that_is_still_written_to_is_not_copied_ahead():
+    manager = make(device=2, host=10, first=0, recent=1)
+    table = manager.open()
+    append(manager, table, SIZE + 1)
+    assert manager.pools[DEVICE].free == 0
+    assert manager.background([table]) == []
+
+
 def test_promotions_fill_room_that_appears_from_the_front_a_few_a_step_and_leave_two_slots_a_row():
     manager = make(device=11, host=20)
     table = sequence(manager, 10)
@@ -204,13 +219,24 @@ def test_idle_sequences_leave_oldest_first_and_whole_before_the_active_one_loses
 
 
 def test_a_conversation_that_resumes_is_the_youngest():
-    manager = make(device=8, host=20)
+    manager = make(device=9, host=20)
     one, two = sequence(manager, 4), sequence(manager, 4)
-    append(manager, one, 2)
-    assert places(two).count("h") == 1
-    append(manager, one, 2 * SIZE)
-    assert set(places(one)) == {"d"}
-    assert places(two) == ["h", "h", "h", "d"]
+    append(manager, one, 1)
+    sequence(manager, 4)
+    assert places(one) == ["d"] * 5
+    assert places(two) == ["h"] * 4
+
+
+def test_slots_on_their_way_are_waited_for_so_that_new_blocks_live_where_they_should():
+    manager = make(device=4, host=10)
+    sequence(manager, 4)
+    table = manager.open()
+    first, *others = manager.begin([table], 3 * SIZE).moves
+    manager.complete(first)
+    assert manager.begin([table], 3 * SIZE) == Room(())
+    finish(manager, others)
+    append(manager, table, 3 * SIZE)
+    assert places(table) == ["d"] * 3
 
 
 def test_host_memory_full_of_idle_blocks_is_vacated_to_disk_for_a_prompt():
@@ -673,6 +699,36 @@ def test_a_resize_tears_the_steps_whose_places_it_takes():
     manager.release(table)
     assert manager.resize(DEVICE, 4) is None
     assert_whole(manager)
+
+
+def test_the_blocks_of_a_torn_step_can_be_relocated():
+    manager = make(device=8)
+    gone, table = sequence(manager, 4), sequence(manager, 2)
+    manager.release(gone)
+    step, _ = begin(manager, [table], 1)
+    room = manager.resize(DEVICE, 4)
+    assert [move.wire for move in room.moves] == [Wire(DEVICE, DEVICE)] * 3
+    finish(manager)
+    assert manager.resize(DEVICE, 4) is None
+    manager.rollback(step)
+    assert sorted(block.slots[DEVICE] for block in table.blocks) == [0, 1]
+    assert manager.pools[DEVICE].used == 2
+
+
+def test_a_clean_copy_above_a_lowered_limit_makes_no_room_when_it_is_dropped():
+    manager = make(device=4, host=2, disk=4)
+    table = sequence(manager, 4)
+    append(manager, table, SIZE)
+    (ahead,) = manager.background([table])
+    assert manager.resize(HOST, 1) == Room(())
+    manager.complete(ahead)
+    assert places(table) == ["d", "d", "h", "dh", "d"]
+    assert manager.census()[HOST] == (1, 1)
+    append(manager, table, 2 * SIZE)
+    assert places(table) == ["d", "d", "h", "h", "s", "d", "d"]
+    while manager.resize(HOST, 1) is not None:
+        finish(manager)
+    assert manager.census()[HOST] == (1, 0)
 
 
 def test_a_block_is_not_relocated_under_a_step_that_began_meanwhile():

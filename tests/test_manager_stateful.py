@@ -623,7 +623,7 @@ def test_any_operation_at_any_time():
 
 @pytest.mark.slow
 def test_any_operation_at_any_time_deep():
-    run_state_machine_as_test(ManagerMachine, settings=settings(settings(), max_examples=400, stateful_step_count=80))
+    run_state_machine_as_test(ManagerMachine, settings=settings(settings(), max_examples=250, stateful_step_count=60))
 
 
 KINDS = {

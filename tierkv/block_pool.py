@@ -16,7 +16,9 @@ class BlockPool:
     def __init__(self, num_slots: int, slots_per_segment: int = 1) -> None:
         """Make a pool of ``num_slots`` free slots, ``slots_per_segment`` of which are neighbours."""
         if num_slots < 0 or slots_per_segment < 1:
-            raise ValueError(f"a pool needs num_slots >= 0 and slots_per_segment >= 1, not {num_slots}, {slots_per_segment}")
+            raise ValueError(
+                f"a pool needs num_slots >= 0 and slots_per_segment >= 1, not {num_slots}, {slots_per_segment}"
+            )
         self.slots_per_segment = slots_per_segment
         self._limit = 0
         self._references: dict[int, int] = {}

@@ -93,14 +93,17 @@ class Capacity:
                 high = middle
         # Sizes are coarse (whole segments), so what suffices is not monotonous in small steps; full MiB settle that.
         needed = -(-(high + self.staging_bytes) // 2**20)
-        while self._try(PoolGeometry(self.layout, needed * 2**20 - self.staging_bytes), rows, tokens, held_elsewhere) is None:
+        while (
+            self._try(PoolGeometry(self.layout, needed * 2**20 - self.staging_bytes), rows, tokens, held_elsewhere)
+            is None
+        ):
             needed += 1
         return (
             f"{what} need {_mib(kv)} of KV and {_mib(self.layout.scratch_bytes(rows, tokens))} of device scratch; the tiers "
             f"hold {self.device.num_slots():,} blocks of {size} tokens on the device, {self.host_slots:,} in host memory "
             f"and {self.disk_slots:,} on disk ({_mib(self.layout.block_bytes)} each)"
             + (f", {held_elsewhere:,} of them taken by other caches" if held_elsewhere else "")
-            + f"; the smallest device.capacity that suffices is \"{needed}MiB\" with the other tiers as they are"
+            + f'; the smallest device.capacity that suffices is "{needed}MiB" with the other tiers as they are'
             + ("" if self.disk_slots else self._disk_hint())
         )
 

@@ -157,7 +157,9 @@ def kv_shape(config: Any) -> tuple[int, int, int]:
         name = getattr(config, "model_type", type(config).__name__)
         raise UnsupportedModel(f"the config of {name} names no attention heads or hidden size, so KV sizes are unknown")
     head_dim = first(["head_dim", "attention_head_dim", "kv_channels"]) or hidden // heads
-    if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
+    if getattr(config, "new_decoder_architecture", False):
+        kv_heads = heads  # Falcon repeats its KV heads for every query head before it caches them
+    elif getattr(config, "multi_query", False):
         kv_heads = 1
     else:
         kv_heads = first(["num_key_value_heads", "num_kv_heads", "n_head_kv"]) or heads

@@ -124,6 +124,12 @@ def test_the_command_line_starts_light():
     assert done.stdout.strip() == ""
 
 
+def test_a_process_without_a_stdout_still_runs():
+    command = f"{sys.executable} -m tierkv --version >&-"
+    done = subprocess.run(command, shell=True, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_a_closed_pipe_ends_quietly(start):
     process = start("info", "--default-config")
     process.stdout.close()

@@ -159,7 +159,14 @@ class Lab:
 
     @contextmanager
     def attach(
-        self, model: PreTrainedModel, *, rows: int = 1, tokens: int = 200, spare: int = 2, host_blocks: int = 3, **sections: Any
+        self,
+        model: PreTrainedModel,
+        *,
+        rows: int = 1,
+        tokens: int = 200,
+        spare: int = 2,
+        host_blocks: int = 3,
+        **sections: Any,
     ) -> Iterator[Any]:
         """Attach with a device tier that holds the scratch for ``rows`` of ``tokens`` and ``spare`` more blocks a row."""
         from tierkv.integrations.hf_compat import block_layout

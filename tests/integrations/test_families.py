@@ -59,7 +59,11 @@ def test_eager_attention(lab, tiny_model, family):
 @pytest.mark.parametrize(
     ("family", "dtype"),
     [
-        *((family, dtype) for family in ("llama", "gemma3", "deepseek_v3") for dtype in (torch.bfloat16, torch.float16)),
+        *(
+            (family, dtype)
+            for family in ("llama", "gemma3", "deepseek_v3")
+            for dtype in (torch.bfloat16, torch.float16)
+        ),
         ("llama", torch.float64),
         ("mistral", torch.float64),
     ],

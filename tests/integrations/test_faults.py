@@ -106,7 +106,10 @@ def test_a_call_that_cannot_fit_is_refused_before_the_prefill(tiny_model, three_
     calls = []
     handle = model.model.layers[0].register_forward_hook(lambda *_: calls.append(1))
     try:
-        with tierkv.attach(model, config), pytest.raises(CapacityError, match=r"smallest device\.capacity that suffices"):
+        with (
+            tierkv.attach(model, config),
+            pytest.raises(CapacityError, match=r"smallest device\.capacity that suffices"),
+        ):
             greedy(model, prompt(rows=2, tokens=400), num_beams=3)
     finally:
         handle.remove()

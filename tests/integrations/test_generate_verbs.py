@@ -1,5 +1,7 @@
 """Every way to call generate gives what it gives without tierkv, while the KV lies in three tiers."""
 
+from typing import Any
+
 import pytest
 import torch
 import transformers as tf
@@ -103,7 +105,11 @@ def test_assisted_decoding(lab, tiny_model, family, sampling, attached):
     batch, settings = lab.prompt(1, 140), {"max_new_tokens": 30, "assistant_model": assistant} | sampling
     torch.manual_seed(5)
     stock = model.generate(**batch, **settings)
-    engines = [lab.attach(m, tokens=190) for m, who in ((model, "target"), (assistant, "assistant")) if attached in (who, "both")]
+    engines = [
+        lab.attach(m, tokens=190)
+        for m, who in ((model, "target"), (assistant, "assistant"))
+        if attached in (who, "both")
+    ]
     opened = [engine.__enter__() for engine in engines]
     try:
         torch.manual_seed(5)
@@ -138,7 +144,9 @@ def test_streamers_see_every_token_once(lab, tiny_model):
     with lab.attach(model):
         by_name, by_place = Recorder(), Recorder()
         ours = model.generate(**batch, streamer=by_name, max_new_tokens=10, do_sample=False)
-        model.generate(batch["input_ids"], None, None, None, None, None, None, by_place, max_new_tokens=10, do_sample=False)
+        model.generate(
+            batch["input_ids"], None, None, None, None, None, None, by_place, max_new_tokens=10, do_sample=False
+        )
     for recorder in (by_name, by_place):
         assert torch.equal(torch.cat([value.flatten() for value in recorder.seen]), ours[0])
         assert recorder.ended == 1
@@ -212,14 +220,21 @@ def test_without_a_length_the_default_is_reserved(lab, tiny_model):
 def test_a_prompt_from_nothing(lab, tiny_model):
     model = tiny_model()
     with lab.attach(model):
-        assert torch.equal(model.generate(max_new_tokens=40, do_sample=False), lab.stock(model, max_new_tokens=40, do_sample=False))
+        assert torch.equal(
+            model.generate(max_new_tokens=40, do_sample=False), lab.stock(model, max_new_tokens=40, do_sample=False)
+        )
 
 
 def test_classifier_free_guidance(lab, tiny_model):
     """It runs the model a second time inside each step, with a cache of its own."""
     batch = lab.prompt(1, 110)
     stock, ours, _ = both(
-        lab, tiny_model(), batch, guidance_scale=1.6, negative_prompt_ids=lab.prompt(1, 30, seed=4)["input_ids"], do_sample=False
+        lab,
+        tiny_model(),
+        batch,
+        guidance_scale=1.6,
+        negative_prompt_ids=lab.prompt(1, 30, seed=4)["input_ids"],
+        do_sample=False,
     )
     assert torch.equal(stock, ours)
 
@@ -238,7 +253,7 @@ def test_finished_rows_are_padded(lab, tiny_model):
 def test_a_compiled_forward(lab, tiny_model):
     model, batch = tiny_model(), lab.prompt(1, 100)
     expected = lab.stock(model, **batch, max_new_tokens=6, do_sample=False)
-    compiled = torch.compile(model, backend="eager")
+    compiled: Any = torch.compile(model, backend="eager")
     with lab.attach(model) as engine:
         try:
             cache, ids = engine.new_cache(), batch["input_ids"]

@@ -46,7 +46,9 @@ def test_only_new_ids_with_a_mask_over_all_and_padding(filled, lab):
     assert torch.equal(ours[:, 5:], lab.stock(model, whole, attention_mask=mask, **GREEDY)[:, held + 5 :])
 
 
-@pytest.mark.parametrize("settings", [{"num_beams": 3}, {"num_return_sequences": 2, "num_beams": 2}], ids=["beams", "two"])
+@pytest.mark.parametrize(
+    "settings", [{"num_beams": 3}, {"num_return_sequences": 2, "num_beams": 2}], ids=["beams", "two"]
+)
 def test_only_new_ids_with_beams(filled, lab, settings):
     model, _, cache, ids, _ = filled()
     whole = extended(ids[:, :107], 5)

@@ -30,7 +30,9 @@ def test_padding_that_contradicts_the_cache(filled, check, lab):
     wrong[1, 10:15] = 1
     held = cache.get_seq_length()
     with pytest.raises(UnsafeCall, match="another padding"):
-        model.generate(longer[:, held:], attention_mask=wrong[:, : held + longer.shape[1] - held], cache=cache, **GREEDY)
+        model.generate(
+            longer[:, held:], attention_mask=wrong[:, : held + longer.shape[1] - held], cache=cache, **GREEDY
+        )
     with torch.no_grad():
         with pytest.raises(UnsafeCall, match="another padding"):
             model(longer[:, held:], attention_mask=wrong, cache=cache)

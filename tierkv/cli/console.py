@@ -16,6 +16,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout, suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
@@ -137,6 +138,9 @@ def print_json(result: Mapping[str, Any]) -> None:
 
 def prepare_process() -> None:
     """Set up a process that is the command line: quiet libraries, tidy warnings, SIGTERM that cleans up."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # started with it closed
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 - open while we run
     # Read when these libraries are imported, which happens later. Progress is ours to show.
     quiet = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}
     for name, value in quiet.items():

@@ -146,10 +146,10 @@ def _run(
         finally:
             if stream:
                 _write(pieces.rest() + "\n" if tokens.tokens else "")
-        stats = engine.stats()
+        stats, notes = engine.stats(), list(engine.budgets.notes)
         del result
     if print_stats:
-        _print_stats(stats, tokens, prompt_tokens)
+        _print_stats(stats, notes, tokens, prompt_tokens)
     return {
         "model": source,
         "dtype": str(model.dtype).removeprefix("torch."),
@@ -162,6 +162,7 @@ def _run(
         "load_seconds": progress.seconds["load"],
         "prefill_seconds": round(tokens.prefill_seconds, 3),
         "decode_tokens_per_second": _rounded(tokens.decode_tokens_per_second),
+        "notes": notes,
         "stats": stats.as_dict(),
     }
 
@@ -176,7 +177,7 @@ def _rounded(value: float | None) -> float | None:
     return None if value is None else round(value, 2)
 
 
-def _print_stats(stats: "Stats", tokens: "TokenStream", prompt_tokens: int) -> None:
+def _print_stats(stats: "Stats", notes: list[str], tokens: "TokenStream", prompt_tokens: int) -> None:
     from tierkv.cli.tables import pairs_table, tier_table, wire_table
 
     speed = tokens.decode_tokens_per_second
@@ -197,3 +198,5 @@ def _print_stats(stats: "Stats", tokens: "TokenStream", prompt_tokens: int) -> N
             }
         )
     )
+    for note in notes:
+        err.print(f"note: {note}", style="dim")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from tierkv.errors import ClosedError, TransferTimeout
+from tierkv.interrupts import deferred_interrupt
 from tierkv.tier import Tier, Wire
 from tierkv.transfer import WAIT_SECONDS, Copy, Ticket, TransferEngine, run_here
 
@@ -70,13 +71,14 @@ class ManualTransfers(TransferEngine):
         copies = list(ticket.copies)
         if rng is not None:
             rng.shuffle(copies)
-        for copy in copies:
-            try:
-                run_here(copy)
-            except BaseException as error:  # noqa: BLE001 - handed to whoever waits for the ticket
-                ticket.fail(error)
-        del self._pending[ticket]
-        ticket.finish()
+        with deferred_interrupt():  # no worker is ever interrupted
+            for copy in copies:
+                try:
+                    run_here(copy)
+                except BaseException as error:  # noqa: BLE001 - handed to whoever waits for the ticket
+                    ticket.fail(error)
+            del self._pending[ticket]
+            ticket.finish()
 
     def finish_some(self, rng: random.Random) -> None:
         """Finish some tickets, none or all, in random order."""

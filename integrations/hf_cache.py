@@ -19,6 +19,7 @@ from tierkv.errors import TornForward, UnsafeCall
 from tierkv.integrations.hf_compat import can_crop, is_dummy
 from tierkv.integrations.hf_content import CacheContent, ForwardInputs
 from tierkv.integrations.hf_layer import TieredLayer
+from tierkv.interrupts import deferred_interrupt
 
 if TYPE_CHECKING:
     from tierkv.engine import Engine
@@ -37,6 +38,7 @@ class TieredCache(DynamicCache):
         self.engine = engine
         self.sequences = engine.open()
         self.content = CacheContent()
+        self.weights = 0  # stamp of the weights that it is filled with
         self._open: ForwardInputs | None = None  # the forward that is under way
         self._length_before = 0
         self._torn = False
@@ -200,11 +202,12 @@ class TieredCache(DynamicCache):
 
     def reset(self) -> None:
         """Drop all tokens; the cache is as new."""
-        self._open = None
-        self.sequences.reset()
-        self.content = CacheContent()
-        self._torn = False
-        self._reset_native()
+        with deferred_interrupt():
+            self._open = None
+            self.sequences.reset()
+            self.content = CacheContent()
+            self._torn = False
+            self._reset_native()
 
     def close(self) -> None:
         """Give the cache's blocks back now; it cannot be used afterwards. Happens by itself when it is collected."""
@@ -222,7 +225,7 @@ class TieredCache(DynamicCache):
             twin.layers = [
                 layer if isinstance(layer, TieredLayer) else copy.deepcopy(layer, memo) for layer in self.layers
             ]
-            twin._place_layers()
+            twin._place_layers()  # noqa: SLF001 - one of us
             return twin
 
     @property
@@ -249,10 +252,10 @@ class TieredCache(DynamicCache):
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """Forget an interrupted forward, then keep other threads out of the engine while the block runs."""
+        """Forget an interrupted forward, then let the block run alone and whole: what changes, changes together."""
         self.check_usable()
         self.engine.check_open()
-        with self.engine.exclusive():
+        with self.engine.exclusive(), deferred_interrupt():
             yield
 
     def _settle(self) -> None:

@@ -24,6 +24,7 @@ from tierkv.integrations.hf_compat import (
     effective_mask,
     max_length,
 )
+from tierkv.integrations.hf_content import positions_are_usual
 
 log = logging.getLogger(__name__)
 
@@ -200,6 +201,11 @@ class GenerateCall:
         """The full ids are passed: keep what they share with the cache."""
         held, count = cache.sequences.length, ids.shape[1]
         mask = effective_mask(self.config, ids, self.mask)
+        positions = self.arguments.get("position_ids")
+        if positions is not None:
+            usual = positions_are_usual(positions, None if mask is None else mask.bool(), 0, count)
+            if usual is None or not bool(usual.all()):
+                self.others.append("position_ids")
         shared = cache.content.common_prefix(
             self._for_rows_of(cache, ids), None if mask is None else self._for_rows_of(cache, mask)
         )
@@ -208,8 +214,9 @@ class GenerateCall:
                 f"the cache holds {held} tokens and the ids do not continue them; pass the full ids (cached tokens "
                 f"included), or the new ids with a mask over all tokens, or call cache.reset() for a new text"
             )
-        # At least one token must be computed. Drafting feeds the whole prompt again, whatever the cache holds (5.24).
-        keep = 0 if self.drafts or self.others else min(shared, count - 1)
+        # At least one token must be computed. Drafting feeds the whole prompt again, whatever the cache holds, and token
+        # healing changes ids at the end of the prompt (5.24).
+        keep = 0 if self.drafts or self.others or self.config.token_healing else min(shared, count - 1)
         if keep == held:
             return
         if self.others:

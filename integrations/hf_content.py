@@ -160,16 +160,33 @@ class CacheContent:
         if inputs.positions is None:
             return inputs.implied_positions or not self.padded
         assert self._mask is not None
-        positions = inputs.positions  # [rows, tokens], or one such plane for each part of a rotary embedding
-        if positions.dim() < 2 or positions.shape[-1] != end - begin:
-            return False
-        positions = positions.to(self._mask.device)
-        if self.padded:
-            usual = self._mask[:, :end].long().cumsum(dim=1)[:, begin:] - 1
-            same = (positions == usual) | ~self._mask[:, begin:end]
-        else:
-            same = positions == torch.arange(begin, end, device=positions.device)
-        return same.flatten(0, -2).all(dim=0)
+        mask = self._mask[:, :end] if self.padded else None
+        same = positions_are_usual(inputs.positions.to(self._mask.device), mask, begin, end)
+        return False if same is None else same
+
+
+def positions_are_usual(
+    positions: torch.Tensor, mask: torch.Tensor | None, begin: int, end: int
+) -> torch.Tensor | None:
+    """Say for each token from ``begin`` to ``end`` whether its position is the number of attended tokens before it.
+
+    Args:
+        positions: ``[rows, end - begin]``, or several such planes, one for each part of a rotary embedding.
+        mask: padding mask ``[rows, end]``, bool, or None for all ones.
+        begin: first token.
+        end: behind the last token.
+
+    Returns:
+        Bool ``[end - begin]``, true where it holds in all rows and planes; None where the shapes do not fit.
+    """
+    if positions.dim() < 2 or positions.shape[-1] != end - begin:
+        return None
+    if mask is None:
+        same = positions == torch.arange(begin, end, device=positions.device)
+    else:
+        usual = mask.long().cumsum(dim=1)[:, begin:] - 1
+        same = (positions == usual) | ~mask[:, begin:]
+    return same.flatten(0, -2).all(dim=0)
 
 
 def _clone(tensor: torch.Tensor | None) -> torch.Tensor | None:

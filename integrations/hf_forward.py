@@ -12,7 +12,7 @@ import torch
 
 from tierkv.errors import UnsafeCall
 from tierkv.integrations.hf_cache import TieredCache
-from tierkv.integrations.hf_compat import CACHE_ARGUMENTS, deciding_arguments, forward_parameters
+from tierkv.integrations.hf_compat import CACHE_ARGUMENTS, deciding_arguments, forward_parameters, weights_stamp
 from tierkv.integrations.hf_content import ForwardInputs
 from tierkv.interrupts import deferred_interrupt
 
@@ -52,7 +52,8 @@ class WatchedForward:
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         named = dict(zip(self._names, args, strict=False)) | kwargs
         cache = next((named[name] for name in CACHE_ARGUMENTS if named.get(name) is not None), None)
-        if not isinstance(cache, TieredCache) or (cache.in_forward and not self._outermost):
+        nested = isinstance(cache, TieredCache) and cache.in_forward and not self._outermost
+        if not isinstance(cache, TieredCache) or nested or self._engine.closed:
             return self._inner(*args, **kwargs)
         if cache.engine is not self._engine:
             raise UnsafeCall(
@@ -62,6 +63,8 @@ class WatchedForward:
         completed = False
         try:
             cache.engine.gate.enter()
+            if not cache.sequences.length:
+                cache.weights = weights_stamp(self._engine.model)
             cache.begin_forward(self._read(named))
             output = self._inner(*args, **kwargs)
             completed = True

@@ -18,7 +18,7 @@ from tierkv.engine import Engine
 from tierkv.errors import BlockLost, StoreFull, TierKVError, UnsafeCall, UnsupportedModel
 from tierkv.integrations.hf_cache import TieredCache
 from tierkv.integrations.hf_call import GenerateCall
-from tierkv.integrations.hf_compat import block_layout, text_config, watched_modules
+from tierkv.integrations.hf_compat import block_layout, text_config, watched_modules, weights_stamp
 from tierkv.integrations.hf_forward import WatchedForward
 from tierkv.integrations.hf_replay import Replay
 from tierkv.machine import resolve_budgets
@@ -61,9 +61,9 @@ class ModelEngine(Engine):
     def __init__(self, model: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
         """Make the engine and wrap the model; see ``Engine`` for the arguments. ``attach`` calls this."""
         super().__init__(*args, **kwargs)
-        self._model = cast("Any", model)  # its type does not know the generate that GenerationMixin gives it
+        self.model = cast("Any", model)  # its type does not know the generate that GenerationMixin gives it
         self._overridden = model.__dict__.get("generate")
-        self._generate = self._model.generate
+        self._generate = self.model.generate
 
         @functools.wraps(self._generate)
         def generate(*args: Any, **kwargs: Any) -> Any:
@@ -72,7 +72,7 @@ class ModelEngine(Engine):
 
         self._wrapper = generate
         self._watched = [WatchedForward(self, module, outermost=module is model) for module in watched_modules(model)]
-        self._model.generate = self._wrapper
+        self.model.generate = self._wrapper
         setattr(model, _ATTACHED, self)
 
     def new_cache(self) -> TieredCache:
@@ -81,20 +81,20 @@ class ModelEngine(Engine):
         Raises:
             ClosedError: the engine is closed, or this is a forked child.
         """
-        return TieredCache(self, text_config(self._model))
+        return TieredCache(self, text_config(self.model))
 
     def close(self) -> None:
         """Undo ``attach``, end the threads and remove the spill files. Idempotent."""
-        if getattr(self._model, _ATTACHED, None) is self:
+        if getattr(self.model, _ATTACHED, None) is self:
             for watched in self._watched:
                 watched.remove()
             # Somebody else may have wrapped generate again since: then ours stays inside, and passes calls on.
-            if self._model.__dict__.get("generate") is self._wrapper:
+            if self.model.__dict__.get("generate") is self._wrapper:
                 if self._overridden is None:
-                    del self._model.generate
+                    del self.model.generate
                 else:
-                    self._model.generate = self._overridden
-            delattr(self._model, _ATTACHED)
+                    self.model.generate = self._overridden
+            delattr(self.model, _ATTACHED)
         super().close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
@@ -106,7 +106,7 @@ class ModelEngine(Engine):
         if self.closed:
             return self._generate(*args, **kwargs)
         self.check_open()
-        call = GenerateCall.read(self._model, args, kwargs)
+        call = GenerateCall.read(self.model, args, kwargs)
         reason = call.not_ours()
         if reason:
             log.warning("tierkv is attached but not used for this call: %s", reason)
@@ -115,6 +115,8 @@ class ModelEngine(Engine):
             return self._run_on_own_cache(call)
         if call.cache.engine is not self:
             raise UnsafeCall("the cache belongs to another engine; make one with this engine's new_cache()")
+        if call.cache.sequences.length and call.cache.weights != weights_stamp(self.model):
+            raise UnsafeCall("the model's weights have changed since this cache was filled; call cache.reset()")
         call.make_safe(call.cache)
         self.reserve(call.cache.sequences, call.rows, call.longest)
         return self._generate(**call.arguments)

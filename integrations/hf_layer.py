@@ -66,7 +66,11 @@ class TieredLayer(CacheLayerMixin):
         """Do nothing: the tiers exist since the engine was made."""
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        *args: Any,  # noqa: ARG002
+        **kwargs: Any,  # noqa: ARG002
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append to this layer and return all its K and V; see ``TieredCache.update``, which calls it."""
         return self._sequences.append(self._position, key_states, value_states)

@@ -82,6 +82,7 @@ def _claim(parent: Path) -> tuple[Path, Path, int]:
                 path.mkdir(mode=0o700)
                 return path, lock, descriptor
         except BaseException:
+            shutil.rmtree(path, ignore_errors=True)  # before its lock goes: nobody would look for it afterwards
             lock.unlink(missing_ok=True)
             os.close(descriptor)
             raise

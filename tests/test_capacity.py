@@ -2,6 +2,7 @@
 
 import random
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
@@ -53,6 +54,10 @@ def named_budget(error):
     tokens=st.integers(1, 4000),
     held=st.sampled_from([0, 0, 7]),
 )
+@example(  # 21 MiB suffice, 22 do not, 23 and more do: segments are larger in a larger pool
+    layout=BlockLayout(tuple(LayerSpec(index, 3, 39, 63) for index in range(9)), 16, "bfloat16"),
+    device_mib=22, host=50, disk=100, ahead=0, staging=0, rows=3, tokens=1860, held=0,
+)  # fmt: skip
 def test_the_named_budget_suffices_and_one_mib_less_does_not(
     layout, device_mib, host, disk, ahead, staging, rows, tokens, held
 ):
@@ -66,7 +71,9 @@ def test_the_named_budget_suffices_and_one_mib_less_does_not(
     else:
         return
     needed = named_budget(message)
-    plan(needed)
+    assert needed > device_mib
+    for mib in (needed, needed + 1, needed + 2, needed + 3, needed + needed // 8):  # nor does a little more hold less
+        plan(mib)
     with pytest.raises(CapacityError) as one_less:
         plan(needed - 1)
     assert named_budget(one_less.value) == needed
@@ -120,6 +127,9 @@ def test_the_message_says_what_is_needed_what_there_is_and_what_to_do():
         "give disk.capacity some room",
     ):
         assert part in message
+    failed = replace(capacity(LAYOUT, MIB), disk_failed=True)
+    with pytest.raises(CapacityError, match="the disk tier failed, make room there"):
+        failed.plan(1, 4096)
     with pytest.raises(CapacityError, match="1 sequence of up to") as caught:
         capacity(LAYOUT, MIB, disk=5).plan(1, 4096)
     assert "disk.capacity" not in str(caught.value)

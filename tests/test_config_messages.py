@@ -186,4 +186,4 @@ class TestUnknownKeys:
         try:
             load_config(source, {})
         except ConfigError as error:
-            assert len(str(error).splitlines()) == 1  # noqa: PT017
+            assert len(str(error).splitlines()) == 1

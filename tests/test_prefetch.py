@@ -221,6 +221,18 @@ def test_a_slice_that_cannot_be_read_is_lost_and_what_follows_is_right(make):
     bench.forward(3)
 
 
+@pytest.mark.parametrize("error", [RecordError("bad sector"), OSError("cable pulled"), MemoryError("no pinned memory")])
+def test_a_failed_fetch_can_be_rolled_back_whatever_its_error(make, error):
+    bench = make("plain", host_slots=20, disk=False, buffers=3)
+    bench.forward(30)
+    bench.forward(1, 1)
+    for ticket in bench.fetches():
+        bench.transfers.fail(ticket, error)
+    with pytest.raises((BlockLost, OSError, MemoryError)):
+        bench.batch.append(1, *bench.tokens(1)[1])
+    bench.forward(2)
+
+
 def test_a_fetch_that_does_not_end_in_time_keeps_its_slots(make):
     bench = make("plain", host_slots=20, disk=False)
     bench.forward(30)
@@ -252,3 +264,16 @@ def test_a_torn_batch_takes_no_room_from_a_second_one(make):
     bench.forward(1, 1)
     forward(bench.engine.open(), PlainCache(bench.layout), bench.tokens(8))
     bench.forward(2)
+
+
+def test_a_second_batch_waits_for_the_fetches_of_one_that_was_dropped_torn(make):
+    bench = make("plain", host_slots=40, disk=False, buffers=3)
+    bench.forward(30)
+    assert bench.engine.manager.resize(Tier.DEVICE, 8) is None
+    other, plain = bench.engine.open(), PlainCache(bench.layout)
+    forward(other, plain, bench.tokens(8))
+    bench.forward(1, 1)
+    assert bench.fetches()
+    bench.batch = None
+    for count in (1, 8):
+        forward(other, plain, bench.tokens(count))

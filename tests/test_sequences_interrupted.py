@@ -1,18 +1,26 @@
 """Ctrl-C, close and fork in the middle of forwards: KeyboardInterrupt comes out, and the same batch goes on exactly."""
 
+import gc
+import itertools
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
+import torch
 
+from tierkv.errors import ClosedError
 from tierkv.testing.ctrl_c import interrupts
 from tierkv.testing.engines import PlainCache, divide, forward, random_tokens, small_engine, small_layout
 from tierkv.testing.stores import DictStore
-from tierkv.testing.transfers import ManualTransfers
-from tierkv.tier import Tier
+from tierkv.testing.transfers import RESTORE, Gate, ManualTransfers
+from tierkv.tier import Run, Tier
+from tierkv.transfer import Copy
 
 START = 30
 
@@ -43,7 +51,8 @@ class Bench:
     def go_on(self, new):
         """What must hold after an interrupt: the forward counts whole or not at all, and the batch can be used."""
         batch, plain = self.batch, self.plain
-        assert self.engine.manager._steps == ({batch.step} if batch.step else set()), "a step belongs to nobody"
+        steps = {other.step for other in self.engine._caches} - {None}
+        assert self.engine.manager._steps == steps, "a step belongs to nobody"
         if batch.length != plain.length:
             plain.extend(new)
         assert batch.length == plain.length
@@ -67,12 +76,12 @@ class Bench:
             assert {tier: pool.used for tier, pool in manager.pools.items()} == dict.fromkeys(Tier, 0)
             assert not manager.moves
             assert not manager._steps
-            assert self.engine.gate._owner is None
         assert not [thread for thread in threading.enumerate() if thread.name.startswith("tierkv")]
 
 
 @pytest.fixture(autouse=True)
-def handler():
+def handler(monkeypatch):
+    monkeypatch.setattr("tierkv.gate.WAIT_SECONDS", 2.0)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
@@ -102,10 +111,101 @@ def test_ctrl_c_at_some_places(first, count):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [1, 7])
-def test_ctrl_c_at_every_place(count):
+@pytest.mark.parametrize(("count", "first"), [(1, 0), (7, 1)])
+def test_ctrl_c_at_many_places(count, first):
     bench = Bench(ManualTransfers())
-    assert interrupt_everywhere(bench, count, 0, 1) > 1000
+    assert interrupt_everywhere(bench, count, first, 3) > 300
+    bench.close()
+
+
+def select_both(cache):
+    cache.select([1, 0])
+
+
+def crop(cache):
+    cache.crop(17)
+
+
+def reset(cache):
+    if isinstance(cache, PlainCache):
+        cache.layers = []
+    else:
+        cache.reset()
+
+
+@pytest.mark.parametrize("verb", [select_both, crop, reset], ids=lambda verb: verb.__name__)
+def test_ctrl_c_in_a_verb_leaves_it_done_or_not_begun(verb):
+    bench = Bench(ManualTransfers(), rows=2)
+    for interrupt in interrupts():
+        interrupt.during(lambda: verb(bench.batch))
+        changed = bench.plain.fork()
+        verb(changed)
+        read = [bench.batch.read(layer) for layer in range(len(bench.layout.layers))] if bench.batch.length else []
+        outcomes = [
+            cache
+            for cache in (bench.plain, changed)
+            if len(read) == len(cache.layers)
+            and all(map(torch.equal, itertools.chain(*read), itertools.chain(*cache.layers)))
+        ]
+        assert outcomes, interrupt
+        bench.plain = outcomes[0]
+        forward(bench.batch, bench.plain, bench.tokens(max(1, START - bench.plain.length)))
+        for cache in (bench.batch, bench.plain):
+            cache.crop(START)
+    bench.close()
+
+
+def test_ctrl_c_in_a_rollback():
+    bench = Bench(ManualTransfers())
+    for interrupt in interrupts():
+        new = bench.tokens(1)
+        forward(bench.batch, bench.plain, new, layers=2)
+        interrupt.during(bench.batch.rollback)
+        bench.go_on(new)
+    bench.close()
+
+
+def test_ctrl_c_in_a_fork_leaves_no_blocks_behind():
+    bench = Bench(ManualTransfers())
+    for interrupt in interrupts():
+        twins = []
+        interrupt.during(lambda: twins.append(bench.batch.fork()))  # noqa: B023
+        for twin in twins:
+            forward(twin, bench.plain.fork(), bench.tokens(2))
+            twin.release()
+    gc.collect()
+    bench.close()
+
+
+def test_ctrl_c_never_locks_other_threads_out():
+    bench = Bench(ManualTransfers())
+    for interrupt in interrupts(step=7):
+        new = bench.tokens(1)
+        interrupt.during(lambda: bench.append(new))  # noqa: B023
+        bench.go_on(new)
+        done: list[int] = []
+        thread = threading.Thread(target=lambda: done.append(bench.batch.read(0)[0].shape[2]))  # noqa: B023
+        thread.start()
+        thread.join()
+        assert done == [START], interrupt
+    bench.close()
+
+
+def test_ctrl_c_while_a_second_batch_takes_over_from_a_torn_one():
+    bench = Bench(ManualTransfers())
+    other, plain = bench.engine.open(), PlainCache(bench.layout)
+    forward(other, plain, bench.tokens(9))
+    for interrupt in interrupts(step=7):
+        forward(bench.batch, bench.plain, bench.tokens(1), layers=1)
+        new = bench.tokens(1)
+        interrupt.during(lambda: [other.append(layer, *tokens) for layer, tokens in enumerate(new)])  # noqa: B023
+        if other.length != plain.length:
+            plain.extend(new)
+        bench.go_on(new)
+        forward(other, plain, bench.tokens(1))
+        for cache in (other, plain):
+            cache.crop(9)
+    other.release()
     bench.close()
 
 
@@ -139,3 +239,90 @@ def test_ctrl_c_at_random_moments():
         bench.go_on(new)
     assert interrupted == 60
     bench.close()
+
+
+# -- close and fork ---------------------------------------------------------------------------------------------------
+
+
+def verbs_of(bench):
+    """Everything that a closed engine must refuse."""
+    batch, new = bench.batch, bench.tokens(1)
+    return {
+        "append": lambda: batch.append(0, *new[0]),
+        "crop": lambda: batch.crop(3),
+        "select": lambda: batch.select([0]),
+        "fork": batch.fork,
+        "read": lambda: batch.read(0),
+        "open": bench.engine.open,
+        "stats": bench.engine.stats,
+    }
+
+
+@pytest.mark.parametrize("layers", [0, 2])
+@pytest.mark.parametrize("make_transfers", [ManualTransfers, lambda: None], ids=["manual", "threads"])
+def test_a_closed_engine_refuses_all_but_release(make_transfers, layers):
+    bench = Bench(make_transfers())
+    forward(bench.batch, bench.plain, bench.tokens(1), layers=layers)
+    bench.engine.close()
+    bench.engine.close()
+    for verb in verbs_of(bench).values():
+        with pytest.raises(ClosedError, match="closed"):
+            verb()
+    bench.batch.reset()
+    bench.batch.release()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("tierkv")]
+
+
+def test_close_after_an_interrupted_close_finishes_the_work():
+    bench = Bench()
+    gate = Gate()
+    bench.engine.transfers.submit([Copy(RESTORE, 1, load=gate)])
+    timer = threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        bench.engine.close()
+    timer.join()
+    gate.open()
+    bench.engine.close()
+    with pytest.raises(ClosedError):
+        bench.engine.stores.device.write(0, Run(0, 1), *[part[0] for part in bench.tokens(4)[0]])
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("tierkv")]
+
+
+IN_A_FORKED_CHILD = """
+import os, sys, traceback
+sys.path.insert(0, {folder!r})
+from importlib.util import module_from_spec, spec_from_file_location
+spec = spec_from_file_location("module", {path!r})
+module = module_from_spec(spec)
+spec.loader.exec_module(module)
+
+bench = module.Bench()
+module.forward(bench.batch, bench.plain, bench.tokens(1), layers={layers})
+child = os.fork()
+if child == 0:
+    try:
+        for name, verb in module.verbs_of(bench).items():
+            try:
+                verb()
+            except module.ClosedError as error:
+                assert "fork" in str(error), error
+            else:
+                raise AssertionError(name + " went through")
+        bench.engine.close()
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+_, status = os.waitpid(child, 0)
+module.forward(bench.batch, bench.plain, bench.tokens(2))
+bench.close()
+sys.exit(os.waitstatus_to_exitcode(status))
+"""
+
+
+@pytest.mark.parametrize("layers", [0, 2])
+def test_a_forked_child_is_refused_and_its_parent_goes_on(layers):
+    code = IN_A_FORKED_CHILD.format(folder=str(Path(__file__).parents[1]), path=__file__, layers=layers)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr

@@ -115,7 +115,7 @@ def test_text_is_a_size_or_a_config_error_and_nothing_else(text):
     try:
         size = parse_size(text)
     except ConfigError as error:
-        assert "\n" not in str(error)  # noqa: PT017
+        assert "\n" not in str(error)
     else:
         assert parse_size(str(size)) == size
 

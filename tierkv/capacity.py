@@ -91,13 +91,13 @@ class Capacity:
                 low = middle
             else:
                 high = middle
-        # Sizes are coarse (whole segments), so what suffices is not monotonous in small steps; full MiB settle that.
-        needed = -(-(high + self.staging_bytes) // 2**20)
-        while (
-            self._try(PoolGeometry(self.layout, needed * 2**20 - self.staging_bytes), rows, tokens, held_elsewhere)
-            is None
+        # A pool is divided into at least 8 segments, of which one may be lost, so a little more can hold less. From 8/7
+        # of what suffices on everything does: go down from there to the size from which on everything suffices.
+        needed = -(-(high * 8 // 7 + self.staging_bytes) // 2**20) + 1
+        while self._try(
+            PoolGeometry(self.layout, (needed - 1) * 2**20 - self.staging_bytes), rows, tokens, held_elsewhere
         ):
-            needed += 1
+            needed -= 1
         return (
             f"{what} need {_mib(kv)} of KV and {_mib(self.layout.scratch_bytes(rows, tokens))} of device scratch; the tiers "
             f"hold {self.device.num_slots():,} blocks of {size} tokens on the device, {self.host_slots:,} in host memory "

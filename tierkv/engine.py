@@ -129,7 +129,8 @@ class Engine:
     def close(self) -> None:
         """End the workers, give back all memory and remove the spill files. Idempotent; safe after an interrupt."""
         self._closed = True
-        self._finalizer()
+        _close_parts(self.transfers, self.stores, self._pid)
+        self._finalizer.detach()  # only now: an interrupted close is finished by the next one
 
     @property
     def closed(self) -> bool:
@@ -164,24 +165,27 @@ class Engine:
             self._adopt_orphans()
             yield
 
-    def begin_step(self, tables: "Sequence[BlockTable]", count: int) -> Step:
-        """Give ``count`` new tokens of every table a home, waiting for room where needed, and start fetching.
+    def begin_step(self, batch: SequenceBatch, count: int) -> None:
+        """Give ``count`` new tokens of every row a home, waiting for room where needed, and start fetching.
+
+        The batch has the step, in ``batch.step``, the moment it exists: an interrupt can never leave it to nobody.
 
         Raises:
             CapacityError: the tiers cannot hold them.
             BlockLost: a last block that must be copied cannot be read.
             TransferTimeout: a copy that must end first did not.
         """
-        length = tables[0].length + count
-        if not self.reader.holds(len(tables) * length):
-            self._grow_scratch(len(tables), length)
+        length = batch.length + count
+        if not self.reader.holds(batch.rows * length):
+            self._grow_scratch(batch.rows, length)
         for _ in range(MAX_ROOM_ROUNDS):
             with deferred_interrupt():
                 self._mover.reap()
-                outcome = self.manager.begin(tables, count)
+                outcome = self.manager.begin(batch.tables, count)
                 if isinstance(outcome, Step):
+                    batch.step = outcome
                     self.reader.begin(outcome)
-                    return outcome
+                    return
                 self._mover.submit(outcome.moves)
             self.count(room_waits=1)
             self._mover.wait()

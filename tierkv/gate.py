@@ -1,11 +1,16 @@
 """ForwardGate: one thread at a time inside the tiers of an engine."""
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from tierkv.errors import TierKVError
+from tierkv.interrupts import deferred_interrupt
 from tierkv.transfer import WAIT_SECONDS
+
+POLL_SECONDS = 0.001
+"""A thread outside looks this often whether the gate is free: short beside any forward."""
 
 
 class ForwardGate:
@@ -20,31 +25,43 @@ class ForwardGate:
         self._lock = threading.Lock()
         self._owner: int | None = None
 
-    def enter(self) -> bool:
-        """Wait until no other thread is inside; return whether this thread was outside before.
+    @property
+    def mine(self) -> bool:
+        """Whether this thread is inside."""
+        return self._owner == threading.get_ident()
+
+    def enter(self) -> None:
+        """Wait until no other thread is inside. Whoever was outside before must ``leave``, whatever happens.
 
         Raises:
             TierKVError: another thread has been inside for too long.
         """
-        if self._owner == threading.get_ident():
-            return False
-        if not self._lock.acquire(timeout=WAIT_SECONDS):
-            raise TierKVError(f"another thread has been inside a forward of this engine for {WAIT_SECONDS:g} s")
-        self._owner = threading.get_ident()
-        return True
+        deadline = time.monotonic() + WAIT_SECONDS
+        while True:
+            with deferred_interrupt():  # between taking the lock and saying whose it is
+                if self.mine:
+                    return
+                if self._lock.acquire(blocking=False):
+                    self._owner = threading.get_ident()
+                    return
+            if time.monotonic() > deadline:
+                raise TierKVError(f"another thread has been inside a forward of this engine for {WAIT_SECONDS:g} s")
+            time.sleep(POLL_SECONDS)
 
     def leave(self) -> None:
         """Let the next thread in; does nothing where this thread is not inside."""
-        if self._owner == threading.get_ident():
-            self._owner = None
-            self._lock.release()
+        with deferred_interrupt():
+            if self.mine:
+                self._owner = None
+                self._lock.release()
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
         """Keep other threads out while the block runs; a forward of this thread stays inside afterwards."""
-        entered = self.enter()
+        inside = self.mine
         try:
+            self.enter()
             yield
         finally:
-            if entered:
+            if not inside:
                 self.leave()

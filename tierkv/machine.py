@@ -37,7 +37,10 @@ def resolve_budgets(config: CacheConfig, device: "torch.device") -> Budgets:
 
 def free_disk(path: str | Path) -> int | None:
     """Return the free bytes of the file system where ``path`` is or would be made, or None where nobody knows."""
-    folder = Path(path).expanduser().absolute()
+    try:
+        folder = Path(path).expanduser().absolute()
+    except RuntimeError:  # a home folder of nobody; whoever opens the store says so
+        return None
     for candidate in (folder, *folder.parents):
         try:
             return shutil.disk_usage(candidate).free

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tierkv.block_table import Extent
 from tierkv.errors import StoreError
+from tierkv.interrupts import deferred_interrupt
 from tierkv.layout import BlockLayout
 from tierkv.manager import Step
 from tierkv.tier import Run, Tier, Wire
@@ -63,7 +64,7 @@ class LayerReader:
         self._num_buffers = 1
         self._buffer_tokens = 0
         self._step: Step | None = None
-        self._fetched: dict[int, Ticket] = {}
+        self._fetched: dict[int, Ticket | None] = {}  # None: nothing of the layer is cold
 
     @property
     def scratch_tokens(self) -> int:
@@ -131,7 +132,7 @@ class LayerReader:
         """
         if self._step is not step:
             return
-        for ticket in self._fetched.values():
+        for ticket in filter(None, self._fetched.values()):
             # How it ended is nobody's concern any more, but that it ended is.
             with suppress(StoreError):
                 self._transfers.wait(ticket)
@@ -163,7 +164,11 @@ class LayerReader:
         begin = max(self._fetched, default=-1) + 1
         for layer in range(begin, min(last, len(self._layout.layers) - 1) + 1):
             copies = self._cold_copies(layer)
-            self._fetched[layer] = self._transfers.submit(copies)
+            if not copies:
+                self._fetched[layer] = None
+                continue
+            with deferred_interrupt():  # a copy under way that nobody knows of could outlive its slots
+                self._fetched[layer] = self._transfers.submit(copies)
             self._count_copies(copies)
 
     def _cold_copies(self, layer: int) -> list[Copy]:
@@ -217,8 +222,11 @@ class LayerReader:
         return Copy(Wire(Tier.DISK, Tier.DEVICE), num_bytes, pairs, load=load)
 
     def _await(self, layer: int) -> None:
+        ticket = self._fetched[layer]
+        if ticket is None:
+            return
         began = time.perf_counter()
-        self._transfers.order(self._fetched[layer])
+        self._transfers.order(ticket)
         self.stall_seconds += time.perf_counter() - began
 
 

@@ -91,14 +91,17 @@ class SequenceBatch:
         step = self.step
         if step is None:
             return False
-        with self.engine.exclusive():
-            self._drain_writes()
-            self.engine.reader.end(step)
-            with deferred_interrupt():
-                self.engine.manager.rollback(step)
-                self.step = None
-        self.engine.count(torn_forwards=1)
-        self._leave()
+        try:
+            with self.engine.exclusive():
+                self._drain_writes()
+                self.engine.reader.end(step)
+                with deferred_interrupt():
+                    self.engine.manager.rollback(step)
+                    self.step = None
+            self.engine.count(torn_forwards=1)
+        finally:
+            if self.step is None:
+                self._leave()
         return True
 
     def crop(self, length: int) -> None:
@@ -172,10 +175,11 @@ class SequenceBatch:
 
     def _begin(self, keys: "torch.Tensor") -> None:
         self.rollback()
-        # Where nobody watches the model's forward (a part of it is called directly) the forward is entered here.
-        self._entered = self.engine.gate.enter() or self._entered
         rows, count = keys.shape[0], keys.shape[2]
+        # Where nobody watches the model's forward (a part of it is called directly) the forward is entered here.
+        self._entered = self._entered or not self.engine.gate.mine
         try:
+            self.engine.gate.enter()
             self._take_over()
             if not self.tables:
                 with deferred_interrupt():
@@ -186,7 +190,7 @@ class SequenceBatch:
                     f"use cache.batch_repeat_interleave or cache.batch_select_indices first"
                 )
             self._next_layer = 0
-            self.step = self.engine.begin_step(self.tables, count)
+            self.engine.begin_step(self, count)
         finally:
             if self.step is None:
                 self._leave()
@@ -194,10 +198,10 @@ class SequenceBatch:
     def _take_over(self) -> None:
         """Roll back a forward of another batch that was torn and never came back: nobody else is inside the gate."""
         torn = self.engine.open_batch() if self.engine.open_batch is not None else None
-        self.engine.open_batch = weakref.ref(self)
         if torn is not None and torn is not self and torn.step is not None:
-            self._entered, torn._entered = self._entered or torn._entered, False
+            self._entered, torn._entered = self._entered or torn._entered, False  # noqa: SLF001 - one of us
             torn.rollback()
+        self.engine.open_batch = weakref.ref(self)
 
     def _check(self, layer: int, keys: "torch.Tensor", values: "torch.Tensor") -> None:
         step, layout = self.step, self.engine.layout
@@ -254,23 +258,28 @@ class SequenceBatch:
         self._drain_writes()
         if copies:
             engine.count_copies(copies)
-            self._writes.append(engine.transfers.submit(copies))
+            with deferred_interrupt():  # a copy under way that nobody knows of could outlive its slots
+                self._writes.append(engine.transfers.submit(copies))
 
     def _commit(self) -> None:
         step = self.step
         assert step is not None
         self._drain_writes()
         self.engine.reader.end(step)
-        with deferred_interrupt():
-            self.engine.manager.commit(step)
-            self.step = None
-        self.engine.finish_step(step)
-        self._leave()
+        try:
+            with deferred_interrupt():
+                self.engine.manager.commit(step)
+                self.step = None
+            self.engine.finish_step(step)
+        finally:
+            if self.step is None:
+                self._leave()
 
     def _leave(self) -> None:
         if self._entered:
-            self._entered = False
+            # In this order: interrupted in between, the next forward of this batch leaves for both.
             self.engine.gate.leave()
+            self._entered = False
 
     def _drain_writes(self) -> None:
         while self._writes:

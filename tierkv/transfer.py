@@ -106,6 +106,18 @@ class TransferEngine(ABC):
     def wait(self, ticket: Ticket, timeout_seconds: float = WAIT_SECONDS) -> None:
         """Block the host until every stage of the ticket is complete. Raises as ``order`` does."""
 
+    def settle(self, ticket: Ticket, timeout_seconds: float = WAIT_SECONDS) -> None:
+        """Block the host until nothing of the ticket is under way any more, however it ended.
+
+        Raises:
+            TransferTimeout: something still is.
+        """
+        try:
+            self.wait(ticket, timeout_seconds)
+        except BaseException as error:
+            if error is not ticket.error:
+                raise
+
     @abstractmethod
     def close(self) -> None:
         """Finish what was submitted and end the workers. Idempotent."""

@@ -69,7 +69,7 @@ def test_the_users_budgets_do_not_change_the_demo(cli, tiny, monkeypatch):
 def test_bad_input(cli, tiny):
     assert_one_line_error(cli("demo", "--model", "/no/such"), "/no/such")
     assert_one_line_error(cli("demo", "--prompt-tokens", 100), "--prompt-tokens")
-    result = cli("demo", "--model", tiny, "--prompt-tokens", LIMIT + 200)
+    result = cli("demo", "--model", tiny, "--prompt-tokens", 2 * LIMIT)
     assert result.exit_code == 2
     assert "limit" in result.stderr
 

@@ -89,6 +89,33 @@ def test_positions_of_the_callers_own(filled, lab):
     assert torch.equal(ours, lab.stock(model, longer, **GREEDY))
 
 
+def test_positions_given_to_generate(filled, lab, check):
+    model, engine, cache, ids, _ = filled()
+    longer = extended(ids, 5)
+    usual = torch.arange(longer.shape[1])[None]
+    before = engine.stats().counters.tokens
+    check(model, cache, longer, position_ids=usual)
+    assert engine.stats().counters.tokens - before == 6 + 7
+    cache.crop(-7)
+    check(model, cache, longer, position_ids=usual * 2)  # all computed again
+
+
+@torch.no_grad()
+def test_weights_that_change(filled, lab, tiny_model):
+    """Adaptation, a checkpoint loaded: what is cached was computed by another model."""
+    _, _, _, ids, _ = filled()
+    model = copy.deepcopy(tiny_model("qwen3"))
+    with lab.attach(model) as engine:
+        cache = engine.new_cache()
+        model(ids, cache=cache)
+        assert torch.equal(model.generate(ids, cache=cache, **GREEDY), lab.stock(model, ids, **GREEDY))
+        model.model.layers[0].mlp.up_proj.weight.mul_(3)
+        with pytest.raises(UnsafeCall, match="weights have changed"):
+            model.generate(ids, cache=cache, **GREEDY)
+        cache.reset()
+        assert torch.equal(model.generate(ids, cache=cache, **GREEDY), lab.stock(model, ids, **GREEDY))
+
+
 @torch.no_grad()
 def test_a_padded_forward_without_positions(filled, lab):
     """There a model counts padding as positions; generate does not."""
@@ -126,7 +153,7 @@ def test_arguments_by_place(filled, check):
 
 def test_caches_of_others(filled, lab, tiny_model, caplog):
     model, engine, cache, ids, _ = filled("llama")
-    other, other_engine, other_cache, _, _ = filled("qwen3")
+    _, other_engine, other_cache, _, _ = filled("qwen3")
     with pytest.raises(UnsafeCall, match="another engine"):
         model.generate(ids, cache=other_cache, **GREEDY)
     with pytest.raises(UnsafeCall, match="another model's engine"), torch.no_grad():

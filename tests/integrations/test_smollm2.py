@@ -65,9 +65,9 @@ def test_the_same_text_and_logits(smollm2, tmp_path):
 
 def test_a_conversation(smollm2, tmp_path):
     model, tokenizer = smollm2
-    ids = documentation(tokenizer, 700, "assignment")
-    greedy = {"do_sample": False, "max_new_tokens": 12}
-    _, config = tiers(model, tmp_path, 1, 800)
+    ids = documentation(tokenizer, 320, "assignment")
+    greedy = {"do_sample": False, "max_new_tokens": 6}
+    _, config = tiers(model, tmp_path, 1, 400)
     with tierkv.attach(model, config) as engine:
         cache = engine.new_cache()
         for question in (" What is a target list?", " And in one word?"):

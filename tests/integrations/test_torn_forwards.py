@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tierkv.errors import TornForward
+from tierkv.testing.ctrl_c import interrupts
 
 GREEDY = {"do_sample": False, "max_new_tokens": 8}
 
@@ -53,7 +54,6 @@ def test_the_same_cache_goes_on(lab, tiny_model, family, error):
             Interrupter(module, error(name), after)
             with pytest.raises(error, match=name):
                 model.generate(ids, cache=cache, **GREEDY)
-            assert engine.gate.owner is None if hasattr(engine.gate, "owner") else True
             ours = model.generate(ids, cache=cache, **GREEDY)
             assert torch.equal(ours, lab.stock(model, ids, **GREEDY)), name
             ids = torch.cat([ours, lab.prompt(1, 4, seed=turn)["input_ids"]], dim=1)
@@ -127,6 +127,33 @@ def test_a_cache_of_the_engines_own_is_given_back(lab, tiny_model):
             stats = engine.stats()
             assert (stats.kv_bytes_total, stats.counters.torn_forwards > 0) == (0, True)
         assert torch.equal(model.generate(**batch, **GREEDY), lab.stock(model, **batch, **GREEDY))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "step"), [("explicit", 1201), ("own", 1201), ("filled", 6007)])
+def test_ctrl_c_at_many_places(lab, tiny_model, kind, step):
+    """SIGINT at places spread over a whole generation; the same cache then gives exact tokens, nothing is kept."""
+    model, batch = tiny_model(), lab.prompt(1, 150)
+    expected = lab.stock(model, **batch, **GREEDY)
+    before = lab.prompt(1, 90)["input_ids"]  # shares its first tokens
+    before[0, 60] = 3 + before[0, 60] % 50
+    with lab.attach(model, rows=3, tokens=170) as engine:
+        tried = 0
+        for interrupt in interrupts(first=11, step=step):
+            cache = engine.new_cache()
+            settings = GREEDY if kind == "own" else GREEDY | {"cache": cache}
+            if kind == "filled":
+                model.generate(before, cache=cache, **GREEDY)
+                settings = settings | {"num_beams": 3}  # crops, repeats rows, reorders them
+            interrupt.during(lambda settings=settings: model.generate(**batch, **settings))
+            if cache.sequences.rows > 1:
+                cache.batch_select_indices(torch.tensor([0]))
+            assert torch.equal(model.generate(**batch, cache=cache, **GREEDY), expected), interrupt
+            assert torch.equal(model.generate(**batch, **GREEDY), expected), interrupt
+            cache.close()
+            assert engine.stats().kv_bytes_total == 0, interrupt
+            tried += 1
+        assert tried > 5
 
 
 CTRL_C = """

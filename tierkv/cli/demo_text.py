@@ -6,7 +6,7 @@ from typing import Any, Final
 from tierkv.cli.console import BadInput
 from tierkv.cli.prompts import encode_prompt
 
-QUESTION: Final = 'Question: What is the "with" statement used for, and what does a context manager do?'
+QUESTION: Final = 'What is the "with" statement used for, and what does a context manager do?'
 
 # The pages that answer the question come last. A shorter prompt leaves out paragraphs from the front.
 TOPICS: Final = (

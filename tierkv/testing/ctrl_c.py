@@ -72,6 +72,7 @@ class Interrupt:
         def local(frame: FrameType, event: str, arg: Any) -> Any:  # noqa: ARG001
             nonlocal looks
             if event != "opcode":
+                looks = looks and event != "exception"  # what a call raised is handled before anything else
                 return local
             if looks and not self.is_sent:
                 if self._left == 0:

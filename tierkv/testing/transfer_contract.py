@@ -219,6 +219,19 @@ class TransferContract:
         with pytest.raises((OSError, RuntimeError)):
             engine.order(ticket, PATIENCE_SECONDS)
 
+    @pytest.mark.parametrize("stage", ["load", "tensors", "store"])
+    def test_settle_waits_and_does_not_mind_an_error(self, engine: TransferEngine, stage: str) -> None:
+        gate = Gate()
+        self.hold(engine)
+        tickets = [engine.submit([self.failing(stage)]), engine.submit([Copy(RESTORE, 1, load=gate)])]
+        with pytest.raises(TransferTimeout):
+            engine.settle(tickets[1], 0.01)
+        self.let_go(engine)
+        gate.open()
+        for ticket in tickets:
+            engine.settle(ticket, PATIENCE_SECONDS)
+            assert engine.is_done(ticket)
+
     def test_one_of_several_errors_is_kept(self, engine: TransferEngine) -> None:
         ticket = engine.submit([self.failing(stage) for stage in ("load", "tensors", "store", "load")])
         errors = []

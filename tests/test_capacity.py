@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from tierkv.capacity import Capacity
+from tierkv.capacity import Capacity, queue_bytes
 from tierkv.errors import CapacityError
 from tierkv.geometry import PoolGeometry
 from tierkv.layout import BlockLayout, LayerSpec
@@ -32,8 +32,9 @@ LAYOUT = BlockLayout(tuple(LayerSpec(index, 3, 64, 64) for index in range(30)), 
 """SmolLM2-135M in float32: 46,080 bytes a token, 1.4 MiB a block."""
 
 
-def capacity(layout, device_bytes, host=0, disk=0, ahead=2, staging=0):
-    return Capacity(layout, PoolGeometry(layout, device_bytes), host, disk, ahead, staging)
+def capacity(layout, budget_bytes, host=0, disk=0, ahead=2, queue=0):
+    pool = PoolGeometry(layout, budget_bytes - queue_bytes(budget_bytes, queue))
+    return Capacity(layout, pool, host, disk, ahead, queue)
 
 
 def named_budget(error):
@@ -49,20 +50,20 @@ def named_budget(error):
     host=st.integers(0, 200),
     disk=st.integers(0, 200),
     ahead=st.integers(0, 4),
-    staging=st.sampled_from([0, 1, MIB // 2, 3 * MIB]),
+    queue=st.sampled_from([0, 1, MIB // 2, 3 * MIB, 256 * MIB]),
     rows=st.integers(1, 6),
     tokens=st.integers(1, 4000),
     held=st.sampled_from([0, 0, 7]),
 )
 @example(  # 21 MiB suffice, 22 do not, 23 and more do: segments are larger in a larger pool
     layout=BlockLayout(tuple(LayerSpec(index, 3, 39, 63) for index in range(9)), 16, "bfloat16"),
-    device_mib=22, host=50, disk=100, ahead=0, staging=0, rows=3, tokens=1860, held=0,
+    device_mib=22, host=50, disk=100, ahead=0, queue=0, rows=3, tokens=1860, held=0,
 )  # fmt: skip
 def test_the_named_budget_suffices_and_one_mib_less_does_not(
-    layout, device_mib, host, disk, ahead, staging, rows, tokens, held
+    layout, device_mib, host, disk, ahead, queue, rows, tokens, held
 ):
     def plan(mib):
-        return capacity(layout, max(0, mib * MIB - staging), host, disk, ahead, staging).plan(rows, tokens, held)
+        return capacity(layout, mib * MIB, host, disk, ahead, queue).plan(rows, tokens, held)
 
     try:
         plan(device_mib)

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tierkv.errors import ClosedError
+from tierkv.storage.spill import SpillStore
 from tierkv.testing.ctrl_c import interrupts
 from tierkv.testing.engines import PlainCache, divide, forward, random_tokens, small_engine, small_layout
 from tierkv.testing.stores import DictStore
@@ -28,11 +29,10 @@ START = 30
 class Bench:
     """A batch with blocks in three tiers beside its plain cache; interrupted forwards start at one length."""
 
-    def __init__(self, transfers=None, rows=1):
+    def __init__(self, transfers=None, rows=1, folder=None):
         self.layout = small_layout("two groups")
-        self.engine = small_engine(
-            self.layout, device_tokens=300, host_tokens=8, disk=DictStore(self.layout), transfers=transfers
-        )
+        disk = SpillStore(self.layout, folder, 1 << 22, write_queue_bytes=1 << 14) if folder else DictStore(self.layout)
+        self.engine = small_engine(self.layout, device_tokens=300, host_tokens=8, disk=disk, transfers=transfers)
         divide(self.engine, device_slots=4 * rows, num_buffers=2, buffer_tokens=(START + 10) * rows)
         self.rows = rows
         self.seed = 0
@@ -209,8 +209,9 @@ def test_ctrl_c_while_a_second_batch_takes_over_from_a_torn_one():
     bench.close()
 
 
-def test_ctrl_c_at_random_moments():
-    bench = Bench(rows=2)
+@pytest.mark.parametrize("on_disk", [False, True], ids=["dict", "disk"])
+def test_ctrl_c_at_random_moments(on_disk, tmp_path):
+    bench = Bench(rows=2, folder=tmp_path if on_disk else None)
     rng = random.Random(11)
     began = time.perf_counter()
     for _ in range(5):

@@ -6,6 +6,9 @@ from tierkv.errors import CapacityError
 from tierkv.geometry import PoolGeometry
 from tierkv.layout import BlockLayout
 
+QUEUE_SHARE = 8
+"""The queue of writes to disk takes at most this part of the RAM tier that it lies in."""
+
 
 @dataclass(frozen=True, slots=True)
 class ScratchPlan:
@@ -32,7 +35,8 @@ class Capacity:
         host_slots: blocks the host tier can hold.
         disk_slots: blocks the disk tier can hold.
         layers_ahead: layers to fetch ahead where there is room for their scratch.
-        staging_bytes: part of the device budget that is not the pool (write queue of a machine without a host tier).
+        queue_limit: the most bytes that the queue of writes to disk may take out of the device budget; 0 where it lies
+            in the host tier.
         disk_failed: the disk tier refused a write and counts for nothing any more.
     """
 
@@ -41,7 +45,7 @@ class Capacity:
     host_slots: int
     disk_slots: int
     layers_ahead: int
-    staging_bytes: int = 0
+    queue_limit: int = 0
     disk_failed: bool = False
 
     def plan(self, rows: int, tokens: int, held_elsewhere: int = 0) -> ScratchPlan:
@@ -93,10 +97,8 @@ class Capacity:
                 high = middle
         # A pool is divided into at least 8 segments, of which one may be lost, so a little more can hold less. From 8/7
         # of what suffices on everything does: go down from there to the size from which on everything suffices.
-        needed = -(-(high * 8 // 7 + self.staging_bytes) // 2**20) + 1
-        while self._try(
-            PoolGeometry(self.layout, (needed - 1) * 2**20 - self.staging_bytes), rows, tokens, held_elsewhere
-        ):
+        needed = -(-(high * 8 // 7 + self.queue_limit) // 2**20) + 1
+        while self._try(self._pool((needed - 1) * 2**20), rows, tokens, held_elsewhere):
             needed -= 1
         return (
             f"{what} need {_mib(kv)} of KV and {_mib(self.layout.scratch_bytes(rows, tokens))} of device scratch; the tiers "
@@ -107,8 +109,16 @@ class Capacity:
             + ("" if self.disk_slots else self._disk_hint())
         )
 
+    def _pool(self, budget_bytes: int) -> PoolGeometry:
+        return PoolGeometry(self.layout, budget_bytes - queue_bytes(budget_bytes, self.queue_limit))
+
     def _disk_hint(self) -> str:
         return "; the disk tier failed, make room there" if self.disk_failed else " (or give disk.capacity some room)"
+
+
+def queue_bytes(budget_bytes: int, queue_limit: int) -> int:
+    """Return what the queue of writes to disk takes out of the budget of the RAM tier that it lies in."""
+    return min(queue_limit, budget_bytes // QUEUE_SHARE)
 
 
 def _mib(num_bytes: int) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tierkv.budgets import Budgets
-from tierkv.capacity import Capacity
+from tierkv.capacity import Capacity, queue_bytes
 from tierkv.config import CacheConfig
 from tierkv.errors import ConfigError, TierKVError
 from tierkv.geometry import PoolGeometry
@@ -25,9 +25,6 @@ log = logging.getLogger(__name__)
 DISK_RUN = 16
 """Records that one read call fetches; on disk every slice is a record of its own, so this only bounds the call."""
 
-QUEUE_SHARE = 8
-"""The queue of writes to disk takes at most this part of the RAM tier that it lies in."""
-
 
 @dataclass
 class Stores:
@@ -38,15 +35,15 @@ class Stores:
         device: the device pool.
         host: the host pool, or None where the tier is off.
         disk: the store of live sequences on disk, or None where the tier is off.
-        queue_bytes: RAM that writes to disk may take while they wait; part of the host tier, or of the device tier
-            where there is no host tier.
+        queue_limit: the most RAM that writes to disk may take while they wait. It is part of the host tier, or of the
+            device tier where there is no host tier, and never more than a share of it (``queue_bytes``).
     """
 
     layout: BlockLayout
     device: SlabStore
     host: SlabStore | None
     disk: "BlockStore | None"
-    queue_bytes: int = 0
+    queue_limit: int = 0
 
     @classmethod
     def open(cls, layout: BlockLayout, config: CacheConfig, budgets: Budgets, device: "torch.device") -> "Stores":
@@ -63,7 +60,7 @@ class Stores:
         if disk_on:
             # The queue is RAM: it lies in the host tier, or in the device tier of a machine without one.
             lender = budgets.host or (0 if cuda else budgets.device)
-            queue = min(budgets.write_queue, lender // QUEUE_SHARE)
+            queue = queue_bytes(lender, budgets.write_queue)
             if cuda and not budgets.host:
                 raise ConfigError(
                     "the disk tier of a GPU needs pinned memory to pass through, and host.capacity is 0; "
@@ -87,7 +84,7 @@ class Stores:
         host = None
         if host_bytes > 0:
             host = SlabStore(layout, host_bytes, tier=Tier.HOST, device=torch.device("cpu"), pinned=cuda)
-        stores = cls(layout, slab, host, None, queue)
+        stores = cls(layout, slab, host, None, budgets.write_queue if disk_on else 0)
         if disk_on and budgets.disk_path is not None:
             try:
                 stores.disk = _open_disk(layout, config, budgets, budgets.disk_path, queue)
@@ -113,9 +110,13 @@ class Stores:
 
     def capacity(self, layers_ahead: int) -> Capacity:
         """Return what the tiers hold, for questions before a prefill."""
-        staging = 0 if self.host else self.queue_bytes
-        slots = self.slots
-        return Capacity(self.layout, self.device.geometry, slots[Tier.HOST], slots[Tier.DISK], layers_ahead, staging)
+        host, disk = self.slots[Tier.HOST], self.slots[Tier.DISK]
+        if self.host:
+            return Capacity(self.layout, self.device.geometry, host, disk, layers_ahead)
+        # A larger device budget has a larger queue and writes larger batches, for which a full disk keeps more room:
+        # up to a 32nd of it. What is promised for one budget must hold for the one that a refusal names.
+        disk -= -(-disk // 32)
+        return Capacity(self.layout, self.device.geometry, host, disk, layers_ahead, self.queue_limit)
 
     def slab(self, tier: Tier) -> SlabStore:
         """Return the pool of a memory tier."""

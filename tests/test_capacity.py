@@ -12,7 +12,8 @@ from tierkv.capacity import Capacity, queue_bytes
 from tierkv.errors import CapacityError
 from tierkv.geometry import PoolGeometry
 from tierkv.layout import BlockLayout, LayerSpec
-from tierkv.manager import Room, TierManager
+from tierkv.manager import TierManager
+from tierkv.moves import Room
 from tierkv.placement import Keep
 from tierkv.tier import Tier
 

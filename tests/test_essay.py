@@ -6,7 +6,8 @@
 import pytest
 
 from tierkv.errors import CapacityError
-from tierkv.manager import Room, Step, TierManager
+from tierkv.manager import TierManager
+from tierkv.moves import Room, Step
 from tierkv.placement import Keep
 from tierkv.tier import Tier
 

@@ -20,7 +20,7 @@ LAYERS = (
     ("errors", "interrupts"),
     ("tier", "sizes", "config", "budgets", "layout", "geometry", "capacity", "keys", "metrics"),
     ("storage", "kernels"),
-    ("block_pool", "block_table", "placement", "eviction", "transfer"),
+    ("block_pool", "block_table", "moves", "places", "placement", "eviction", "transfer"),
     ("manager",),
     ("prefetch", "stores"),
     ("gate", "machine", "mover", "usage", "report", "sequences", "engine"),
@@ -46,6 +46,8 @@ PURE = (
     "metrics",
     "block_pool",
     "block_table",
+    "moves",
+    "places",
     "placement",
     "manager",
 )

@@ -6,7 +6,8 @@
 import pytest
 
 from tierkv.errors import CapacityError
-from tierkv.manager import MAX_PROMOTIONS_PER_STEP, Move, Room, Step, TierManager
+from tierkv.manager import MAX_PROMOTIONS_PER_STEP, TierManager
+from tierkv.moves import Move, Room, Step
 from tierkv.placement import Keep
 from tierkv.tier import Tier, Wire
 

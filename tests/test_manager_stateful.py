@@ -21,7 +21,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from tierkv.block_pool import BlockPool
 from tierkv.block_table import Block, BlockTable, Extent
 from tierkv.errors import CapacityError
-from tierkv.manager import Move, Step, TierManager
+from tierkv.manager import TierManager
+from tierkv.moves import Move, Step
 from tierkv.placement import Keep
 from tierkv.tier import Tier
 
@@ -89,7 +90,7 @@ class World:
         slots = dict(zip(Tier, sizes.slots, strict=True))
         per_segment = dict(zip(Tier, sizes.per_segment, strict=True))
         self.manager = TierManager(self.size, slots, per_segment, self.keep)
-        self.manager.pools = {
+        self.manager.pools = self.manager.places.pools = {
             tier: WatchedPool(slots[tier], per_segment[tier], lambda slot, tier=tier: self._freed(tier, slot))  # type: ignore[misc]
             for tier in Tier
         }
@@ -531,7 +532,7 @@ class World:
             above = len(pool.used_from(pool.num_slots))
             assert pool.frozen or pool.free == pool.num_slots - pool.used + above >= 0
             assert not above or tier in self.shrinking, "more slots are used than the tier has"
-            assert not manager._primary[tier].keys() & manager._clean[tier].keys()
+            assert not manager.places._primary[tier].keys() & manager.places._clean[tier].keys()
         assert manager.census() == {tier: tuple(counts) for tier, counts in census.items()}
         for row in self.rows:
             length = row.forward.step.stop if row.forward else len(row.tokens)

@@ -1,11 +1,13 @@
 """SequenceBatch: any history of appends, torn forwards, crops, row selections and forks reads like a plain cache.
 
-One state machine, on threads and on copies that end when the test says so; a plain cache of full tensors is the model.
+One state machine, on threads, on a real disk and on copies that end when the test says so; the model is a plain cache.
 """
 
 import gc
 import random
+import tempfile
 import threading
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -14,6 +16,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from tierkv.errors import BlockLost, CapacityError, RecordError, UnsafeCall
 from tierkv.sequences import SequenceBatch
+from tierkv.storage.spill import SpillStore
 from tierkv.testing.engines import (
     LAYOUTS,
     PlainCache,
@@ -30,6 +33,7 @@ from tierkv.tier import Tier
 from tierkv.transfer import ThreadTransfers
 
 MOST_BATCHES = 4
+QUEUE_BYTES = 1 << 13
 
 
 class Sequences(RuleBasedStateMachine):
@@ -39,6 +43,9 @@ class Sequences(RuleBasedStateMachine):
 
     def make_transfers(self):
         raise NotImplementedError
+
+    def make_disk(self, num_slots):
+        return DictStore(self.layout, num_slots=num_slots)
 
     def settle(self):
         """Let every copy end."""
@@ -54,12 +61,13 @@ class Sequences(RuleBasedStateMachine):
     def start(self, layout, device_tokens, host_tokens, disk_slots, layers_ahead, keep):
         self.layout = small_layout(layout)
         self.transfers = self.make_transfers()
-        self.disk = FaultyStore(DictStore(self.layout, num_slots=disk_slots)) if disk_slots else None
+        self.disk = FaultyStore(self.make_disk(disk_slots)) if disk_slots else None
         self.engine = small_engine(
             self.layout,
             device_tokens=device_tokens,
             host_tokens=host_tokens,
             disk=self.disk,
+            queue_bytes=QUEUE_BYTES,
             transfers=self.transfers,
             layers_ahead=layers_ahead,
             keep=keep,
@@ -115,7 +123,7 @@ class Sequences(RuleBasedStateMachine):
         except CapacityError:
             batch, _ = self.pairs[name]
             assert batch.step is None
-            if self.disk and self.disk.num_slots == 1000 and not any(b.step for b, _ in self.pairs.values()):
+            if self.engine.stores.slots[Tier.DISK] >= 1000 and not any(b.step for b, _ in self.pairs.values()):
                 # The disk takes everything, so all that can be missing is room for the working set on the device.
                 with pytest.raises(CapacityError):
                     self.engine.capacity.plan(len(new[0][0]), batch.length + count)
@@ -216,6 +224,20 @@ class OnThreads(Sequences):
                 pass
 
 
+class OnDisk(OnThreads):
+    """The whole house: threads, and slices that really go to a file."""
+
+    def make_disk(self, num_slots):  # the number is the file's to say
+        self.folder = tempfile.TemporaryDirectory()
+        return SpillStore(self.layout, self.folder.name, 1 << 25, write_queue_bytes=QUEUE_BYTES)
+
+    def teardown(self):
+        super().teardown()
+        if hasattr(self, "folder"):
+            assert not [path for path in Path(self.folder.name).rglob("*") if path.suffix == ".mdb"]
+            self.folder.cleanup()
+
+
 class Manual(Sequences):
     def make_transfers(self):
         return ManualTransfers()
@@ -234,6 +256,8 @@ class Manual(Sequences):
 
 TestOnThreads = OnThreads.TestCase
 TestOnThreads.settings = settings(max_examples=40, stateful_step_count=30)
+TestOnDisk = OnDisk.TestCase
+TestOnDisk.settings = settings(max_examples=15, stateful_step_count=30)
 TestManual = Manual.TestCase
 TestManual.settings = settings(max_examples=40, stateful_step_count=30)
 

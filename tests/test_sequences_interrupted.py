@@ -111,10 +111,10 @@ def test_ctrl_c_at_some_places(first, count):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("count", "first"), [(1, 0), (7, 1)])
-def test_ctrl_c_at_many_places(count, first):
-    bench = Bench(ManualTransfers())
-    assert interrupt_everywhere(bench, count, first, 3) > 300
+@pytest.mark.parametrize(("count", "on_disk"), [(1, False), (7, False), (7, True)])
+def test_ctrl_c_at_many_places(count, on_disk, tmp_path):
+    bench = Bench(ManualTransfers(), folder=tmp_path if on_disk else None)
+    assert interrupt_everywhere(bench, count, count, 5) > 100
     bench.close()
 
 

@@ -22,9 +22,10 @@ from tierkv.gate import ForwardGate
 from tierkv.interrupts import deferred_interrupt
 from tierkv.layout import BlockLayout
 from tierkv.machine import make_transfers
-from tierkv.manager import Step, TierManager
+from tierkv.manager import TierManager
 from tierkv.metrics import Counters, Stats
 from tierkv.mover import Mover
+from tierkv.moves import Step
 from tierkv.placement import Keep
 from tierkv.prefetch import LayerReader
 from tierkv.report import make_stats

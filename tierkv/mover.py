@@ -3,7 +3,8 @@
 from collections.abc import Callable, Sequence
 
 from tierkv.errors import BlockLost, RecordError, StoreFull
-from tierkv.manager import Move, TierManager
+from tierkv.manager import TierManager
+from tierkv.moves import Move
 from tierkv.stores import Stores
 from tierkv.transfer import Copy, Ticket, TransferEngine
 

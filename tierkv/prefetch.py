@@ -15,7 +15,7 @@ from tierkv.block_table import Extent
 from tierkv.errors import StoreError
 from tierkv.interrupts import deferred_interrupt
 from tierkv.layout import BlockLayout
-from tierkv.manager import Step
+from tierkv.moves import Step
 from tierkv.tier import Run, Tier, Wire
 from tierkv.transfer import Copy, Ticket, TransferEngine
 

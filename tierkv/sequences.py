@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from tierkv.errors import BlockLost, RecordError, StoreFull, TierKVError, UnsafeCall, UnsupportedModel
 from tierkv.interrupts import deferred_interrupt
-from tierkv.manager import Step
+from tierkv.moves import Step
 from tierkv.prefetch import read_committed
 from tierkv.tier import Tier, Wire
 from tierkv.transfer import Copy, Ticket

@@ -11,7 +11,7 @@ from tierkv.config import CacheConfig
 from tierkv.errors import ConfigError, TierKVError
 from tierkv.geometry import PoolGeometry
 from tierkv.layout import BlockLayout
-from tierkv.manager import Move
+from tierkv.moves import Move
 from tierkv.storage.base import BlockStore
 from tierkv.storage.slab import SlabStore
 from tierkv.tier import Run, Tier

@@ -182,7 +182,7 @@ def test_saving_an_attached_model(lab, tiny_model, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_next"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("qwen3_next", marks=pytest.mark.slow)])
 def test_threads(lab, tiny_model, family):
     """Several threads generate on one engine, each with caches of its own, while another looks at the figures."""
     model = tiny_model(family)

@@ -8,7 +8,16 @@ import torch
 import tierkv
 
 GREEDY = {"do_sample": False, "max_new_tokens": 10}
-HYBRID_TOO = pytest.mark.parametrize("family", ["llama", "gemma3", "deepseek_v3", "bloom", "qwen3_next", "gemma4"])
+
+
+def slow(*values):
+    """Parameters for the full run only; the quick one has enough without them."""
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
+HYBRID_TOO = pytest.mark.parametrize(
+    "family", ["llama", "qwen3_next", *slow("gemma3", "deepseek_v3", "bloom", "gemma4")]
+)
 
 
 def joined(ids, *, rows=1, count=12, seed=1):

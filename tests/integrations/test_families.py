@@ -21,6 +21,11 @@ PECULIAR = (
 NEW = {"max_new_tokens": 24, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
 
 
+def slow(*values):
+    """Parameters for the full run only; the quick one has enough without them."""
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
 def assert_identical(lab, model, batch, rows=1, **settings):
     """Run stock and tiered; compare every token and every logit; the sequence must lie in all three tiers."""
     settings = NEW | settings
@@ -41,12 +46,12 @@ def test_one_sequence(lab, tiny_model, family):
     assert_identical(lab, tiny_model(family), lab.prompt(1, 155))
 
 
-@pytest.mark.parametrize("family", [*TEN, *PECULIAR])
+@pytest.mark.parametrize("family", [*TEN, *slow(*PECULIAR)])
 def test_a_left_padded_batch(lab, tiny_model, family):
     assert_identical(lab, tiny_model(family), lab.prompt(3, 155, pads=(0, 70, 9)), rows=3)
 
 
-@pytest.mark.parametrize("family", [*TEN, "llama4", "gemma4", "lfm2"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", *slow(*TEN[1:3], *TEN[4:], "llama4", "gemma4", "lfm2")])
 def test_prefill_in_chunks(lab, tiny_model, family):
     assert_identical(lab, tiny_model(family), lab.prompt(2, 155, pads=(0, 31)), rows=2, prefill_chunk_size=33)
 

@@ -11,6 +11,11 @@ import tierkv
 SAMPLING = {"do_sample": True, "temperature": 0.9, "top_k": 30, "top_p": 0.95}
 
 
+def slow(*values):
+    """Parameters for the full run only; the quick one has enough without them."""
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
 def both(lab, model, batch, *, rows=1, seed=None, tokens=200, config=None, **settings):
     """Run stock, then tiered, from the same random state; return both results and the engine's stats."""
 
@@ -28,7 +33,7 @@ def both(lab, model, batch, *, rows=1, seed=None, tokens=200, config=None, **set
     return stock, ours, stats
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next"])
+@pytest.mark.parametrize("family", ["llama", *slow("gemma3", "qwen3_next")])
 @pytest.mark.parametrize(
     ("settings", "repeats"),
     [

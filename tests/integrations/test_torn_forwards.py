@@ -196,6 +196,7 @@ print("interrupted", caught)
 """
 
 
+@pytest.mark.slow
 def test_real_ctrl_c(tmp_path):
     """SIGINT at a dozen moments of a generation; the same cache then gives exact tokens, and nothing is left behind."""
     done = subprocess.run(

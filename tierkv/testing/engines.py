@@ -38,6 +38,7 @@ def small_engine(
     device_tokens: int,
     host_tokens: int = 0,
     disk: BlockStore | None = None,
+    queue_bytes: int = 0,
     transfers: TransferEngine | None = None,
     layers_ahead: int = 2,
     keep: tuple[int, int] = (1, 1),
@@ -49,6 +50,7 @@ def small_engine(
         device_tokens: tokens, of all layers, in the device tier; scratch is taken from it.
         host_tokens: tokens in the host tier; 0 turns it off.
         disk: the disk tier, where it is on.
+        queue_bytes: RAM that the disk's queue takes, on top of the tier that it lies in.
         transfers: the executor; threads unless given.
         layers_ahead: layers to fetch ahead where there is room.
         keep: first and most recent blocks that stay on the device.
@@ -61,8 +63,15 @@ def small_engine(
         placement=PlacementConfig(keep_first=keep[0], keep_recent=keep[1]),
         transfer=TransferConfig(layers_ahead=layers_ahead),
     )
-    budgets = Budgets(device=device_bytes, host=host_bytes, disk=1 << 40 if disk else 0, write_queue=0, disk_path=None)
-    stores = Stores(layout, device, host, disk)
+    lender = Tier.HOST if host else Tier.DEVICE
+    budgets = Budgets(
+        device=device_bytes + (queue_bytes if lender is Tier.DEVICE else 0),
+        host=host_bytes + (queue_bytes if lender is Tier.HOST else 0),
+        disk=1 << 40 if disk else 0,
+        write_queue=queue_bytes,
+        disk_path=None,
+    )
+    stores = Stores(layout, device, host, disk, queue_bytes)
     return Engine(layout, config, budgets, cpu, transfers=transfers, stores=stores)
 
 

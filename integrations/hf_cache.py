@@ -8,7 +8,7 @@ native layers.
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +42,8 @@ class TieredCache(DynamicCache):
         self._open: ForwardInputs | None = None  # the forward that is under way
         self._length_before = 0
         self._torn = False
+        self._users: dict[str, object] = {}  # the call of generate that uses the cache
+        self._generating = False
         self._place_layers()
 
     def _place_layers(self) -> None:
@@ -61,7 +63,9 @@ class TieredCache(DynamicCache):
 
         Raises:
             TornForward: an earlier forward was interrupted and native layers cannot be rolled back.
+            ClosedError: the cache or its engine is closed, or this is a forked child.
         """
+        self.sequences.check_usable()
         self._settle()
         if self._torn:
             raise TornForward(
@@ -162,6 +166,7 @@ class TieredCache(DynamicCache):
         Raises:
             UnsafeCall: positive, more tokens than the cache holds, or native layers that cannot go back.
         """
+        self.sequences.check_usable()
         with self._changing():
             if tokens_to_remove > 0:
                 raise UnsafeCall(f"crop({tokens_to_remove}): pass how many tokens to remove as a negative number")
@@ -200,8 +205,36 @@ class TieredCache(DynamicCache):
         rows = self.sequences.rows
         self._select([int(index) + (rows if index < 0 else 0) for index in indices.tolist()])
 
+    @contextmanager
+    def in_use(self, prepare: Callable[[], None]) -> Iterator[None]:
+        """Keep other calls of ``generate`` off the cache while the block runs, after ``prepare`` has made it ready.
+
+        Raises:
+            UnsafeCall: another call, of another thread or one that is not over yet, uses the cache.
+        """
+        me = object()
+        try:
+            if self._users.setdefault("generate", me) is not me:
+                raise UnsafeCall(
+                    "this cache is in use by a generate call that is not over yet; make a cache for each call with "
+                    "engine.new_cache(), or fork one with copy.deepcopy(cache)"
+                )
+            prepare()
+            self._generating = True
+            yield
+        finally:
+            if self._users.get("generate") is me:
+                self._generating = False
+                del self._users["generate"]
+
     def reset(self) -> None:
-        """Drop all tokens; the cache is as new."""
+        """Drop all tokens; the cache is as new.
+
+        Raises:
+            UnsafeCall: a call of ``generate`` is using it.
+        """
+        if self._generating:
+            raise UnsafeCall("the cache cannot be reset while generate runs on it")
         with deferred_interrupt():
             self._open = None
             self.sequences.reset()
@@ -222,6 +255,7 @@ class TieredCache(DynamicCache):
             twin.__dict__.update(self.__dict__)
             twin.sequences = self.sequences.fork()
             twin.content = self.content.fork()
+            twin._users, twin._generating = {}, False  # noqa: SLF001 - one of us
             twin.layers = [
                 layer if isinstance(layer, TieredLayer) else copy.deepcopy(layer, memo) for layer in self.layers
             ]

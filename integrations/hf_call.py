@@ -6,6 +6,7 @@ cache longer than the prompt or of other content, assisted decoding or prompt lo
 """
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from tierkv.integrations.hf_compat import (
     drafts_tokens,
     effective_generation_config,
     effective_mask,
+    looks_at_ids,
     max_length,
 )
 from tierkv.integrations.hf_content import positions_are_usual
@@ -139,14 +141,21 @@ class GenerateCall:
         if self.config.cache_implementation is not None and self.cache is None:
             return f"cache_implementation={self.config.cache_implementation!r} was set, and it wins"
         if isinstance(self.arguments.get("custom_generate"), str):
+            if self.cache is not None:
+                raise UnsafeCall(
+                    "custom_generate runs code from elsewhere, which may not know what a filled cache needs"
+                )
             return "custom_generate runs code from elsewhere"
         return ""
 
-    def make_safe(self, cache: TieredCache) -> None:
-        """Bring a filled cache and this call together so that the tokens are those of a fresh run.
+    def make_safe(self, cache: TieredCache) -> Callable[[], None]:
+        """Find out how to bring a filled cache and this call together so that the tokens are those of a fresh run.
 
         Keeps the longest prefix that the ids share with the cache, at least one token short of the prompt; repeats rows
         for beams; starts over where drafting could not.
+
+        Returns:
+            What changes the cache. Nothing is changed before, so that a call that is refused leaves it as it was.
 
         Raises:
             UnsafeCall: the call cannot be made right; the message says how to make it.
@@ -155,8 +164,7 @@ class GenerateCall:
         cache.check_usable()
         held = cache.sequences.length
         if held == 0:
-            cache.reset()
-            return
+            return cache.reset
         if self.ids is None or self.ids.dim() != 2:
             raise UnsafeCall(
                 "inputs_embeds (or no input at all) cannot be compared with what the cache holds; pass ids, or an empty cache"
@@ -167,12 +175,23 @@ class GenerateCall:
                 f"the cache holds {rows} rows and the call has {self.batch} prompts with {self.repeats} rows each; use "
                 f"cache.batch_select_indices to choose the rows that the prompts continue, or cache.reset()"
             )
+        keep = held
         if self.mask is not None and self.mask.shape[1] != self.ids.shape[1]:
             self._continue(cache, self.mask)
         else:
-            self._keep_prefix(cache, self.ids)
-        if cache.sequences.rows == self.batch and self.repeats > 1:
-            cache.batch_repeat_interleave(self.repeats)
+            keep = self._shared_prefix(cache, self.ids)
+
+        def change() -> None:
+            if keep < held:
+                cache.engine.count(tokens_cropped=held - keep)
+                if keep and cache.can_crop(keep - held):
+                    cache.crop(keep - held)
+                else:
+                    cache.reset()
+            if cache.sequences.rows == self.batch and self.repeats > 1:
+                cache.batch_repeat_interleave(self.repeats)
+
+        return change
 
     def _continue(self, cache: TieredCache, mask: torch.Tensor) -> None:
         """Only new ids are passed, with a mask over all tokens."""
@@ -184,10 +203,8 @@ class GenerateCall:
             )
         if self.drafts:
             raise UnsafeCall("assisted decoding on a filled cache needs the full ids, cached tokens included")
-        if self.config.repetition_penalty not in (None, 1.0) or self.config.no_repeat_ngram_size:
-            raise UnsafeCall(
-                "repetition_penalty and no_repeat_ngram_size must see the cached tokens too; pass the full ids"
-            )
+        if looks_back := looks_at_ids(self.config, self.arguments):
+            raise UnsafeCall(f"{' and '.join(looks_back)} must see the cached tokens too; pass the full ids")
         if not cache.content.continues:
             raise UnsafeCall(
                 "this cache was filled with positions or masks of the caller's own, so new ids would get other positions "
@@ -197,8 +214,8 @@ class GenerateCall:
             raise UnsafeCall("the attention mask says another padding than the cached tokens were computed with")
         self.longest += held
 
-    def _keep_prefix(self, cache: TieredCache, ids: torch.Tensor) -> None:
-        """The full ids are passed: keep what they share with the cache."""
+    def _shared_prefix(self, cache: TieredCache, ids: torch.Tensor) -> int:
+        """The full ids are passed: return how many cached tokens can be kept."""
         held, count = cache.sequences.length, ids.shape[1]
         mask = effective_mask(self.config, ids, self.mask)
         positions = self.arguments.get("position_ids")
@@ -218,7 +235,7 @@ class GenerateCall:
         # healing changes ids at the end of the prompt (5.24).
         keep = 0 if self.drafts or self.others or self.config.token_healing else min(shared, count - 1)
         if keep == held:
-            return
+            return held
         if self.others:
             log.warning(
                 "%s may change what the %d cached tokens were; all are computed again", " and ".join(self.others), held
@@ -227,11 +244,7 @@ class GenerateCall:
             log.warning(
                 "the ids continue only %d of the %d cached tokens; the rest is dropped and computed again", shared, held
             )
-        cache.engine.count(tokens_cropped=held - keep)
-        if keep and cache.can_crop(keep - held):
-            cache.crop(keep - held)
-        else:
-            cache.reset()
+        return keep
 
     def _for_rows_of(self, cache: TieredCache, per_prompt: torch.Tensor) -> torch.Tensor:
         """Repeat what is said per prompt for every row of a cache that was filled by beams."""

@@ -237,3 +237,21 @@ def max_length(model: PreTrainedModel, config: Any, named: dict[str, Any], promp
 @cached
 def _generate_signature() -> inspect.Signature:
     return inspect.signature(GenerationMixin.generate)
+
+
+LOOKS_AT_IDS: Final = {
+    "repetition_penalty": (None, 1.0), "encoder_repetition_penalty": (None, 1.0), "no_repeat_ngram_size": (None, 0),
+    "encoder_no_repeat_ngram_size": (None, 0), "bad_words_ids": (None,), "sequence_bias": (None,), "min_length": (None, 0),
+    "watermarking_config": (None,), "stop_strings": (None,), "forced_bos_token_id": (None,), "guidance_scale": (None, 1.0),
+    "exponential_decay_length_penalty": (None,), "begin_suppress_tokens": (None,), "token_healing": (None, False),
+}  # fmt: skip
+"""Settings whose processors read the ids of the whole sequence, and the values that leave them off (5.24)."""
+
+CALLER_HOOKS: Final = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "custom_generate")
+"""Arguments of ``generate`` through which a caller's own code sees the ids (5.24)."""
+
+
+def looks_at_ids(config: Any, arguments: dict[str, Any]) -> list[str]:
+    """Return what in a call of ``generate`` reads the ids of the whole sequence, not only its last token."""
+    settings = [name for name, off in LOOKS_AT_IDS.items() if getattr(config, name, None) not in off]
+    return settings + [name for name in CALLER_HOOKS if arguments.get(name) is not None]

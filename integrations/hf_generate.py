@@ -117,22 +117,30 @@ class ModelEngine(Engine):
             raise UnsafeCall("the cache belongs to another engine; make one with this engine's new_cache()")
         if call.cache.sequences.length and call.cache.weights != weights_stamp(self.model):
             raise UnsafeCall("the model's weights have changed since this cache was filled; call cache.reset()")
-        call.make_safe(call.cache)
-        self.reserve(call.cache.sequences, call.rows, call.longest)
-        return self._generate(**call.arguments)
+        cache = call.cache
+        with cache.in_use(lambda: self._prepare(call, cache)):
+            return self._generate(**call.arguments)
+
+    def _prepare(self, call: GenerateCall, cache: TieredCache) -> None:
+        """Make sure that a call on the user's cache is safe and fits, and only then change the cache for it."""
+        change = call.make_safe(cache)
+        self.reserve(cache.sequences, call.rows, call.longest)
+        change()
 
     def _run_on_own_cache(self, call: GenerateCall) -> Any:
-        """Run on a new cache; should a block be lost, run once more from the ids."""
+        """Run on a new cache; should a block be lost or refused by the disk, run once more from the ids."""
         cache = self.new_cache()
         call.use(cache)
         handed_over = False
         try:
             self.reserve(cache.sequences, call.rows, call.longest)
             replay = Replay(call.arguments, self.device)
+            output = None
             try:
                 output = self._generate(**call.arguments)
             except (BlockLost, StoreFull) as error:
                 log.warning("the disk tier failed (%s); generating again from the ids", error)
+            if output is None:  # outside the handler, which keeps everything alive that the first run computed
                 self.count(recomputes=1)
                 cache.reset()
                 self.reserve(cache.sequences, call.rows, call.longest)

@@ -1,6 +1,6 @@
 """SequenceBatch: any history of appends, torn forwards, crops, row selections and forks reads like a plain cache.
 
-One state machine, on threads, on a real disk and on copies that end when the test says so; the model is a plain cache.
+One state machine, on every executor and on a real disk; the model is a plain cache of full tensors.
 """
 
 import gc
@@ -14,23 +14,24 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
 
-from tierkv.errors import BlockLost, CapacityError, RecordError, UnsafeCall
+from tierkv.errors import BlockLost, CapacityError, ClosedError, RecordError
 from tierkv.sequences import SequenceBatch
 from tierkv.storage.spill import SpillStore
 from tierkv.testing.engines import (
     LAYOUTS,
     PlainCache,
     assert_same,
-    divide,
     forward,
     random_tokens,
     small_engine,
     small_layout,
 )
+from tierkv.testing.fake_cuda import FakeCuda
 from tierkv.testing.stores import DictStore, FaultyStore
 from tierkv.testing.transfers import ManualTransfers
 from tierkv.tier import Tier
-from tierkv.transfer import ThreadTransfers
+from tierkv.transfer import WAIT_SECONDS, ThreadTransfers
+from tierkv.transfer_cuda import CudaTransfers
 
 MOST_BATCHES = 4
 QUEUE_BYTES = 1 << 13
@@ -60,6 +61,7 @@ class Sequences(RuleBasedStateMachine):
     )
     def start(self, layout, device_tokens, host_tokens, disk_slots, layers_ahead, keep):
         self.layout = small_layout(layout)
+        self.pairs, self.seed = {}, 0
         self.transfers = self.make_transfers()
         self.disk = FaultyStore(self.make_disk(disk_slots)) if disk_slots else None
         self.engine = small_engine(
@@ -72,8 +74,6 @@ class Sequences(RuleBasedStateMachine):
             layers_ahead=layers_ahead,
             keep=keep,
         )
-        self.pairs = {}
-        self.seed = 0
 
     def teardown(self):
         if not hasattr(self, "engine"):
@@ -186,7 +186,7 @@ class Sequences(RuleBasedStateMachine):
         batch, _ = self.pairs.pop(name)
         batch.release()
         batch.release()
-        with pytest.raises(UnsafeCall, match="closed"):
+        with pytest.raises(ClosedError, match="closed"):
             batch.append(0, *new[0])
 
     @rule(name=consumes(names))
@@ -220,8 +220,7 @@ class OnThreads(Sequences):
 
     def settle(self):
         for ticket in list(self.engine._mover._tickets.values()):
-            while not self.transfers.is_done(ticket):
-                pass
+            self.transfers.settle(ticket)
 
 
 class OnDisk(OnThreads):
@@ -236,6 +235,20 @@ class OnDisk(OnThreads):
         if hasattr(self, "folder"):
             assert not [path for path in Path(self.folder.name).rglob("*") if path.suffix == ".mdb"]
             self.folder.cleanup()
+
+
+class HostAsStream(CudaTransfers):
+    """The host is the compute stream here: what is ordered after a copy has to wait for it."""
+
+    def order(self, ticket, timeout_seconds=WAIT_SECONDS):
+        self.wait(ticket, timeout_seconds)
+
+
+class OnStreams(OnThreads):
+    """The executor for GPUs, on streams that advance at random."""
+
+    def make_transfers(self):
+        return HostAsStream("cuda:0", 2, FakeCuda(self.seed))
 
 
 class Manual(Sequences):
@@ -258,65 +271,7 @@ TestOnThreads = OnThreads.TestCase
 TestOnThreads.settings = settings(max_examples=40, stateful_step_count=30)
 TestOnDisk = OnDisk.TestCase
 TestOnDisk.settings = settings(max_examples=15, stateful_step_count=30)
+TestOnStreams = OnStreams.TestCase
+TestOnStreams.settings = settings(max_examples=15, stateful_step_count=30)
 TestManual = Manual.TestCase
 TestManual.settings = settings(max_examples=40, stateful_step_count=30)
-
-
-# -- what random histories do not reach -------------------------------------------------------------------------------
-
-
-def cold_batch():
-    """A batch whose new blocks are written to host memory by copies that the test ends."""
-    layout, transfers = small_layout("plain"), ManualTransfers()
-    engine = small_engine(layout, device_tokens=400, host_tokens=160, transfers=transfers)
-    divide(engine, device_slots=2, num_buffers=1, buffer_tokens=100)
-    return engine, engine.open(), PlainCache(layout), transfers
-
-
-@pytest.mark.parametrize("end", ["append", "release"])
-def test_a_write_that_failed_tears_the_forward_and_no_more(end):
-    engine, batch, plain, transfers = cold_batch()
-    new = random_tokens(engine.layout, 1, 30, 1)
-    batch.append(0, *new[0])
-    (write,) = transfers.pending
-    transfers.fail(write, OSError("cable pulled"))
-    with pytest.raises(OSError, match="cable"):
-        batch.append(1, *new[1])
-    if end == "append":
-        for count in (30, 1):
-            forward(batch, plain, random_tokens(engine.layout, 1, count, count))
-    batch.release()
-    with engine:
-        assert all(pool.used == 0 for pool in engine.manager.pools.values())
-
-
-def test_writes_of_a_batch_that_was_dropped_land_in_no_slot_of_another():
-    engine, batch, plain, transfers = cold_batch()
-    batch.append(0, *random_tokens(engine.layout, 1, 30, 1)[0])
-    assert transfers.pending
-    batch = engine.open()
-    for count in (30, 1):
-        forward(batch, plain, random_tokens(engine.layout, 1, count, count))
-    batch.release()
-    engine.close()
-
-
-def test_room_of_a_batch_that_was_dropped_is_given_to_the_next():
-    engine, batch, plain, _ = cold_batch()
-    for seed in range(5):
-        plain = PlainCache(engine.layout)
-        forward(batch, plain, random_tokens(engine.layout, 1, 90, seed))
-        batch = engine.open()  # the one before is collected
-    engine.close()
-
-
-@pytest.mark.parametrize("start", ["torn", "refused"])
-def test_an_empty_batch_takes_any_number_of_rows(start):
-    engine, batch, plain, _ = cold_batch()
-    if start == "torn":
-        forward(batch, PlainCache(engine.layout), random_tokens(engine.layout, 2, 5, 0), layers=1)
-    else:
-        with pytest.raises(CapacityError):
-            batch.append(0, *random_tokens(engine.layout, 3, 400, 0)[0])
-    forward(batch, plain, random_tokens(engine.layout, 1, 5, 0))
-    engine.close()

@@ -4,7 +4,6 @@ That no schedule breaks it is shown in ``test_transfer_cuda_order``.
 """
 
 import gc
-import threading
 import weakref
 
 import pytest
@@ -13,7 +12,7 @@ import torch
 from tierkv.errors import TransferTimeout
 from tierkv.testing.fake_cuda import FakeCuda
 from tierkv.testing.transfer_contract import TransferContract
-from tierkv.testing.transfers import DOWN, UP, Gate, copy_of, data
+from tierkv.testing.transfers import DOWN, UP, copy_of, data
 from tierkv.transfer_cuda import CudaTransfers, TorchCuda
 
 
@@ -140,24 +139,6 @@ def test_a_forgotten_ticket_keeps_its_tensors_until_the_copy_has_run(cuda):
     assert ref() is None
     cuda.stopped = False
     engine.close()
-
-
-def test_close_again_after_an_interrupt_finishes_the_work(cuda, monkeypatch):
-    engine = engine_on(cuda)
-    gate = Gate()
-    destination = torch.zeros(2)
-    engine.submit([copy_of((destination, data(2)), wire=UP, load=gate)])
-
-    def interrupted(self, timeout=None):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "join", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            engine.close()
-    gate.open()
-    engine.close()
-    assert torch.equal(destination, data(2))
 
 
 # -- the real one -----------------------------------------------------------------------------------------------------

@@ -67,7 +67,7 @@ class Capacity:
 
     def _try(self, device: PoolGeometry, rows: int, tokens: int, held_elsewhere: int) -> ScratchPlan | None:
         blocks = rows * self.layout.blocks_for(tokens) + held_elsewhere
-        for num_buffers in range(1 + self.layers_ahead, 0, -1):
+        for num_buffers in range(1 + min(self.layers_ahead, len(self.layout.layers)), 0, -1):
             scratch = num_buffers * rows * tokens
             slots = device.num_slots(scratch)
             # Fetching ahead is a convenience: it never takes more than half of the device from the KV itself.
@@ -98,8 +98,9 @@ class Capacity:
         # A pool is divided into at least 8 segments, of which one may be lost, so a little more can hold less. From 8/7
         # of what suffices on everything does: go down from there to the size from which on everything suffices.
         needed = -(-(high * 8 // 7 + self.queue_limit) // 2**20) + 1
-        while self._try(self._pool((needed - 1) * 2**20), rows, tokens, held_elsewhere):
-            needed -= 1
+        step = max(1, needed // 4096)  # beyond some GiB the last MiB interests nobody
+        while needed > step and self._try(self._pool((needed - step) * 2**20), rows, tokens, held_elsewhere):
+            needed -= step
         return (
             f"{what} need {_mib(kv)} of KV and {_mib(self.layout.scratch_bytes(rows, tokens))} of device scratch; the tiers "
             f"hold {self.device.num_slots():,} blocks of {size} tokens on the device, {self.host_slots:,} in host memory "
@@ -122,4 +123,4 @@ def queue_bytes(budget_bytes: int, queue_limit: int) -> int:
 
 
 def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:,.1f} MiB"
+    return f"{num_bytes / 2**20:,.1f} MiB" if num_bytes >= 2**20 else f"{num_bytes / 2**10:,.1f} KiB"

@@ -91,11 +91,11 @@ class DiskConfig(_Section):
         description="Bytes of allocated files, bookkeeping included. 0 turns the tier off. Left at the default it "
         "takes at most 40% of what is free.",
     )
-    readers: int = Field(default=2, ge=1, le=64, description="Threads that read from the store.")
+    readers: int = Field(default=2, ge=1, le=64, description="Worker threads for copies, and readers of the store.")
     write_batch: int = Field(default=16, ge=1, le=4096, description="Blocks written in one transaction.")
     write_queue: RealSize = Field(
         default=parse_size("256MiB"),
-        description="Bytes of RAM that may wait to be written. When it is full, copies are skipped, decoding goes on.",
+        description="Bytes of RAM that may wait to be written. A block that lives on disk waits for room in it.",
     )
 
 

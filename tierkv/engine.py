@@ -89,8 +89,12 @@ class Engine:
         self._orphans: deque[tuple[list[BlockTable], Step | None, list[Ticket]]] = deque()
         self._counts: dict[str, Any] = {field.name: 0 for field in fields(Counters)}
         readers = max(1, config.disk.readers)
-        self.stores = stores or Stores.open(layout, config, budgets, device)
         self.transfers = transfers or make_transfers(device, readers)
+        try:
+            self.stores = stores or Stores.open(layout, config, budgets, device)
+        except BaseException:
+            self.transfers.close()
+            raise
         # Also runs when the engine is collected or the interpreter exits, so that no spill file outlives a process.
         self._finalizer = weakref.finalize(self, _close_parts, self.transfers, self.stores, self._pid)
         self.reader = LayerReader(layout, self.stores, self.transfers, self.count_copies, readers)
@@ -124,7 +128,8 @@ class Engine:
         with self.exclusive():
             own = {block for table in batch.tables for block in table.blocks}
             plan = self.capacity.plan(rows, tokens, self._live_blocks() - len(own))
-            if not (self._live_blocks() and self.reader.holds(plan.buffer_tokens)):
+            enough = self.manager.pools[Tier.DEVICE].num_slots >= plan.device_slots
+            if not (self._live_blocks() and enough and self.reader.holds(plan.buffer_tokens)):
                 self._divide_device(plan.num_buffers, plan.buffer_tokens, plan.device_slots)
 
     def close(self) -> None:
@@ -231,7 +236,7 @@ class Engine:
                 tables, step, writes = self._orphans[0]
                 if step is not None:
                     for ticket in writes:
-                        self.transfers.wait(ticket)
+                        self.transfers.settle(ticket)
                     self.reader.end(step)
                 self._orphans.popleft()
                 if step is not None:

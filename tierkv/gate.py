@@ -5,9 +5,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tierkv.errors import TierKVError
 from tierkv.interrupts import deferred_interrupt
-from tierkv.transfer import WAIT_SECONDS
 
 POLL_SECONDS = 0.001
 """A thread outside looks this often whether the gate is free: short beside any forward."""
@@ -33,10 +31,8 @@ class ForwardGate:
     def enter(self) -> None:
         """Wait until no other thread is inside. Whoever was outside before must ``leave``, whatever happens.
 
-        Raises:
-            TierKVError: another thread has been inside for too long.
+        There is no time limit: a long prefill takes as long as it takes. A thread that died inside is not waited for.
         """
-        deadline = time.monotonic() + WAIT_SECONDS
         while True:
             with deferred_interrupt():  # between taking the lock and saying whose it is
                 if self.mine:
@@ -44,8 +40,9 @@ class ForwardGate:
                 if self._lock.acquire(blocking=False):
                     self._owner = threading.get_ident()
                     return
-            if time.monotonic() > deadline:
-                raise TierKVError(f"another thread has been inside a forward of this engine for {WAIT_SECONDS:g} s")
+                if self._owner is not None and not _is_alive(self._owner):
+                    self._owner = threading.get_ident()  # with the lock that the dead thread never gave back
+                    return
             time.sleep(POLL_SECONDS)
 
     def leave(self) -> None:
@@ -65,3 +62,7 @@ class ForwardGate:
         finally:
             if not inside:
                 self.leave()
+
+
+def _is_alive(ident: int) -> bool:
+    return any(thread.ident == ident for thread in threading.enumerate())

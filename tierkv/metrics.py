@@ -41,11 +41,11 @@ class Counters:
     blocks_lost: int = 0
     """Live blocks whose only copy could not be read back."""
     recomputes: int = 0
-    """Times the wrapped ``generate`` ran again from its ids after a lost block."""
+    """Times the wrapped ``generate`` ran again from its ids: a block was lost, or the disk refused one."""
     write_failures: int = 0
     """Writes that the disk tier refused."""
     tokens_cropped: int = 0
-    """Cached tokens dropped because a later call's ids did not continue them."""
+    """Cached tokens dropped before a later call: its ids did not continue them, or it must compute them again."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Sequence
 
-from tierkv.errors import BlockLost, RecordError, StoreFull
+from tierkv.errors import BlockLost, RecordError
 from tierkv.manager import TierManager
 from tierkv.moves import Move
 from tierkv.stores import Stores
+from tierkv.tier import Tier
 from tierkv.transfer import Copy, Ticket, TransferEngine
 
 
@@ -48,6 +49,7 @@ class Mover:
 
         Raises:
             BlockLost: the last block of a sequence could not be read for its private copy.
+            BaseException: a copy failed for a reason that no tier explains.
         """
         lost: BaseException | None = None
         for move in list(self._manager.moves):
@@ -61,10 +63,13 @@ class Mover:
                 self._manager.fail(move)
             else:
                 self._manager.complete(move)
-            if isinstance(error, StoreFull):
+            if error is not None and move.wire.destination is Tier.DISK and isinstance(error, OSError):
                 self._disk_failed()
-            elif error is not None and move.tail_of is not None:
-                lost = error
+            elif isinstance(error, RecordError):
+                # Without its private copy a sequence cannot go on; any other read of the block will fail when it comes.
+                lost = error if move.tail_of is not None else lost
+            elif error is not None:
+                raise error
         if lost is not None:
             raise BlockLost(f"the last block of a sequence cannot be read back ({lost})") from lost
 
@@ -75,7 +80,4 @@ class Mover:
             TransferTimeout: one did not end in time.
         """
         for ticket in list(self._tickets.values()):
-            try:
-                self._transfers.wait(ticket)
-            except (StoreFull, RecordError):
-                continue
+            self._transfers.settle(ticket)

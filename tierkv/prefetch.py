@@ -8,11 +8,9 @@ exactly as ``torch.cat`` would have laid it out, so attention gives bit-identica
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from tierkv.block_table import Extent
-from tierkv.errors import StoreError
 from tierkv.interrupts import deferred_interrupt
 from tierkv.layout import BlockLayout
 from tierkv.moves import Step
@@ -133,9 +131,7 @@ class LayerReader:
         if self._step is not step:
             return
         for ticket in filter(None, self._fetched.values()):
-            # How it ended is nobody's concern any more, but that it ended is.
-            with suppress(StoreError):
-                self._transfers.wait(ticket)
+            self._transfers.settle(ticket)
         self._fetched, self._step = {}, None
 
     def _first_token(self, layer: int) -> int:

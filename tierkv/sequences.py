@@ -4,7 +4,15 @@ import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from tierkv.errors import BlockLost, RecordError, StoreFull, TierKVError, UnsafeCall, UnsupportedModel
+from tierkv.errors import (
+    BlockLost,
+    ClosedError,
+    RecordError,
+    StoreFull,
+    TransferTimeout,
+    UnsafeCall,
+    UnsupportedModel,
+)
 from tierkv.interrupts import deferred_interrupt
 from tierkv.moves import Step
 from tierkv.prefetch import read_committed
@@ -44,6 +52,16 @@ class SequenceBatch:
         """Number of sequences; 0 while empty."""
         return len(self.tables)
 
+    def check_usable(self) -> None:
+        """Raise unless the batch can be used here.
+
+        Raises:
+            ClosedError: it was released, its engine is closed, or this is a forked child.
+        """
+        self.engine.check_open()
+        if self._released:
+            raise ClosedError("this cache was closed; make another with engine.new_cache()")
+
     def append(self, layer: int, keys: "torch.Tensor", values: "torch.Tensor") -> "tuple[torch.Tensor, torch.Tensor]":
         """Add the new tokens of one layer and return all of them; the last layer commits the forward.
 
@@ -65,9 +83,7 @@ class SequenceBatch:
             ClosedError: the engine is closed, or this is a forked child.
         """
         engine = self.engine
-        engine.check_open()
-        if self._released:
-            raise UnsafeCall("this cache was closed; make another with engine.new_cache()")
+        self.check_usable()
         if layer == 0:
             self._begin(keys)
         self._check(layer, keys, values)
@@ -93,7 +109,7 @@ class SequenceBatch:
             return False
         try:
             with self.engine.exclusive():
-                self._drain_writes()
+                self._drain_writes(torn=True)
                 self.engine.reader.end(step)
                 with deferred_interrupt():
                     self.engine.manager.rollback(step)
@@ -252,7 +268,10 @@ class SequenceBatch:
                     pairs = [(host_keys, row_keys), (host_values, row_values)]
                     copies.append(Copy(wire, tokens * num_bytes, pairs))
                 else:
-                    engine.stores.disk_store.write(layer, extent.run, row_keys, row_values)
+                    try:
+                        engine.stores.disk_store.write(layer, extent.run, row_keys, row_values)
+                    except TransferTimeout as error:
+                        raise StoreFull(f"the disk tier takes nothing any more: {error}") from error
                     engine.count_copies([Copy(wire, tokens * num_bytes)])
         # Each layer's tensors live until they are copied: at most two layers' at a time.
         self._drain_writes()
@@ -281,13 +300,15 @@ class SequenceBatch:
             self.engine.gate.leave()
             self._entered = False
 
-    def _drain_writes(self) -> None:
+    def _drain_writes(self, *, torn: bool = False) -> None:
+        """Wait for the copies to host memory; of a torn forward only that they ended matters, not how."""
         while self._writes:
-            self.engine.transfers.wait(self._writes[-1])
+            ticket = self._writes[-1]
+            self.engine.transfers.settle(ticket)
             self._writes.pop()
+            if ticket.error is not None and not torn:
+                raise ticket.error
 
     def _settle(self) -> None:
-        self.engine.check_open()
-        if self._released:
-            raise TierKVError("this cache was closed; make another with engine.new_cache()")
+        self.check_usable()
         self.rollback()

@@ -1,6 +1,7 @@
 """Stores: the three stores of one engine, opened within their budgets, and how a block gets from one to another."""
 
 import logging
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -73,7 +74,7 @@ class Stores:
             raise ConfigError(
                 f"device.capacity = {budgets.device:,} bytes cannot hold the working set of one sequence; a block of "
                 f"{layout.block_size} tokens takes {layout.block_bytes:,} bytes in this model's {len(layout.layers)} "
-                f"tiered layers, so give it at least {-(-(least + queue) // 2**20) + 1}MiB, or make block_size smaller"
+                f"tiered layers, so give it for example {-(-(least + queue) // 2**20) + 1}MiB, or make block_size smaller"
             )
         if budgets.host and not PoolGeometry(layout, host_bytes).num_slots():
             raise ConfigError(
@@ -166,9 +167,10 @@ class Stores:
 
     def close(self) -> None:
         """Close all stores. Idempotent."""
-        for store in (self.disk, self.host, self.device):
-            if store is not None:
-                store.close()
+        with ExitStack() as stack:  # each is closed, whatever the others say
+            for store in (self.device, self.host, self.disk):
+                if store is not None:
+                    stack.callback(store.close)
 
 
 def _open_disk(layout: BlockLayout, config: CacheConfig, budgets: Budgets, path: Path, queue_bytes: int) -> BlockStore:
@@ -176,5 +178,10 @@ def _open_disk(layout: BlockLayout, config: CacheConfig, budgets: Budgets, path:
     from tierkv.storage.spill import SpillStore
 
     return SpillStore(
-        layout, path, capacity_bytes=budgets.disk, write_batch=config.disk.write_batch, write_queue_bytes=queue_bytes
+        layout,
+        path,
+        capacity_bytes=budgets.disk,
+        write_batch=config.disk.write_batch,
+        write_queue_bytes=queue_bytes,
+        readers=max(1, config.disk.readers),
     )

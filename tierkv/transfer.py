@@ -140,6 +140,7 @@ class ThreadTransfers(TransferEngine):
     def __init__(self, workers: int) -> None:
         """Make an engine of ``workers`` threads, started when first needed."""
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="tierkv-transfer")
+        self._under_way: set[Ticket] = set()
         self._closed = False
 
     def submit(self, copies: Sequence[Copy]) -> Ticket:
@@ -150,8 +151,9 @@ class ThreadTransfers(TransferEngine):
         if not copies:
             ticket.finish()
             return ticket
-        remaining = _Countdown(len(copies), ticket)
+        remaining = _Countdown(len(copies), ticket, self._under_way)
         with deferred_interrupt():  # an executor that Ctrl-C hits while it counts idle threads never runs again
+            self._under_way.add(ticket)
             for copy in copies:
                 self._pool.submit(remaining.run, copy)
         return ticket
@@ -171,6 +173,9 @@ class ThreadTransfers(TransferEngine):
     def close(self) -> None:
         """Finish what was submitted and end the threads."""
         self._closed = True
+        # Not by joining the threads: when Ctrl-C ends a join, CPython 3.11 believes that the thread has ended.
+        for ticket in tuple(self._under_way):
+            ticket.done.wait()
         self._pool.shutdown(wait=True)
 
 
@@ -189,11 +194,12 @@ def wait_for(ticket: Ticket, timeout_seconds: float) -> None:
 
 
 class _Countdown:
-    """Finishes a ticket when its last copy has run."""
+    """Finishes a ticket, and takes it out of ``under_way``, when its last copy has run."""
 
-    def __init__(self, count: int, ticket: Ticket) -> None:
+    def __init__(self, count: int, ticket: Ticket, under_way: set[Ticket]) -> None:
         self._left = count
         self._ticket = ticket
+        self._under_way = under_way
         self._lock = threading.Lock()
 
     def run(self, copy: Copy) -> None:
@@ -211,6 +217,7 @@ class _Countdown:
                 self._ticket.fail(error)
             last = self._left == 0
         if last:
+            self._under_way.discard(self._ticket)
             self._ticket.finish()
 
 

@@ -150,6 +150,9 @@ class CudaTransfers(TransferEngine):
     def close(self) -> None:
         """Finish what was submitted, wait for both streams and end the threads."""
         self._closed = True
+        for ticket in self._under_way:  # as in ThreadTransfers: a join does not outlive Ctrl-C
+            ticket.enqueued.wait()
+            ticket.stored.wait()
         self._pool.shutdown(wait=True)
         for stream in self._streams.values():
             stream.synchronize()

@@ -139,11 +139,9 @@ def test_repeating_and_choosing_rows(lab, tiny_model, family):
         first = model.generate(**batch, cache=cache, **GREEDY)
         cache.batch_repeat_interleave(2)
         assert cache.sequences.rows == 6
-        for chosen in (torch.tensor([5, 0, 3]), torch.tensor([-1, 1]), torch.tensor([True, False])):
-            cache.batch_select_indices(chosen)
-            if chosen.dtype == torch.bool:
-                rows = [1]  # the first of the rows 2 and 0 of the step before
-            rows = {3: [2, 0, 1], 2: [1, 0]}.get(len(chosen), [1]) if chosen.dtype != torch.bool else [1]
+        # Each choice is among the rows that the one before it left; the rows of the first call that remain are beside it.
+        for chosen, rows in (([5, 0, 3], [2, 0, 1]), ([-1, 1], [1, 0]), ([True, False], [1])):
+            cache.batch_select_indices(torch.tensor(chosen))
             ids = joined(first[rows], rows=len(rows))
             mask = grown(batch["attention_mask"][rows], ids)
             assert torch.equal(

@@ -167,3 +167,23 @@ def test_a_wrong_number_of_rows(filled, lab):
     with pytest.raises(UnsafeCall, match="2 rows"), torch.no_grad():
         model(ids[:1, :3], cache=cache)
     assert torch.equal(model.generate(ids, cache=cache, **GREEDY), lab.stock(model, ids, **GREEDY))
+
+
+def test_one_call_at_a_time_uses_a_cache(filled, tiny_model):
+    """A second call on the cache, or a reset, from inside a running call is refused; the running one stays exact."""
+    model, _, cache, ids, _ = filled("llama")
+    refused = []
+
+    class Meddle(tf.LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            for meddle in (lambda: model.generate(ids, cache=cache, **GREEDY), cache.reset):
+                with pytest.raises(UnsafeCall) as caught:
+                    meddle()
+                refused.append(str(caught.value))
+            return scores
+
+    got = model.generate(ids, cache=cache, logits_processor=tf.LogitsProcessorList([Meddle()]), **GREEDY)
+    assert torch.equal(got, model.generate(ids, cache=tf.DynamicCache(config=model.config), **GREEDY))
+    assert any("in use by a generate call" in text for text in refused)
+    assert any("cannot be reset" in text for text in refused)
+    cache.reset()

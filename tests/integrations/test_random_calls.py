@@ -187,4 +187,4 @@ def test_random_calls(lab, tiny_model, family):
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next", "lfm2", "gemma4"])
 def test_many_random_calls(lab, tiny_model, family):
     model = tiny_model(family, "sdpa", torch.float32 if family == "qwen3_next" else torch.float64)
-    run_state_machine_as_test(caller(lab, model), settings=profile(max_examples=25, stateful_step_count=20))
+    run_state_machine_as_test(caller(lab, model), settings=profile(max_examples=12, stateful_step_count=20))

@@ -10,7 +10,9 @@ A subclass overrides ``make``, and where copies do not end by themselves ``hold`
 # ruff: noqa: D102 - the name of a test says what it shows
 
 import gc
+import os
 import random
+import signal
 import threading
 import time
 import weakref
@@ -339,6 +341,23 @@ class TransferContract:
         for ticket in tickets:
             assert engine.is_done(ticket)
             engine.wait(ticket, 0)
+        assert set(threading.enumerate()) <= threads
+
+    def test_close_after_an_interrupted_close_finishes_the_work(self) -> None:
+        threads = set(threading.enumerate())
+        engine, gate, destination = self.make(), Gate(), torch.zeros(4)
+        self.hold(engine)
+        engine.submit([copy_of((destination, data(4)), wire=UP, load=gate)])
+        timers = [threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGINT)), threading.Timer(0.15, gate.open)]
+        for timer in timers:
+            timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            engine.close()
+        self.let_go(engine)
+        engine.close()
+        for timer in timers:
+            timer.join()
+        assert torch.equal(destination, data(4))
         assert set(threading.enumerate()) <= threads
 
     def test_a_closed_engine_refuses(self) -> None:

@@ -181,8 +181,10 @@ class Engine:
             BlockLost: a last block that must be copied cannot be read.
             TransferTimeout: a copy that must end first did not.
         """
+        self._adopt_orphans()  # their room is wanted, and a torn one's fetches must end before others begin
         length = batch.length + count
-        if not self.reader.holds(batch.rows * length):
+        too_few_slots = self.manager.pools[Tier.DEVICE].num_slots < self.capacity.least_slots(batch.rows)
+        if too_few_slots or not self.reader.holds(batch.rows * length):
             self._grow_scratch(batch.rows, length)
         for _ in range(MAX_ROOM_ROUNDS):
             with deferred_interrupt():

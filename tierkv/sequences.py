@@ -197,7 +197,8 @@ class SequenceBatch:
         try:
             self.engine.gate.enter()
             self._take_over()
-            if not self.tables:
+            if not self.tables or (not self.length and rows != self.rows):
+                self.reset()
                 with deferred_interrupt():
                     self.tables = [self.engine.manager.open() for _ in range(rows)]
             if rows != self.rows:

@@ -4,8 +4,8 @@ One flat tensor for K and one for V per layer group, in the order ``[segment, la
 dim]``: neighbouring slots of a segment are one dense ``[tokens, dim]`` matrix per head, so a run is one strided copy.
 The end of the flat tensors can be lent as scratch, so that pool and scratch together never exceed the tier's bytes.
 
-Memory is handed out as it is: a slot holds what its last owner left. Whoever reads positions that were never written
-(a partly filled last block) calls ``clear`` first, since a leftover NaN times a weight of zero is still a NaN.
+Memory is handed out as it is: a slot holds what its last owner left. The gathered path reads only tokens that were
+written. Whoever reads whole slots calls ``clear`` first, since a leftover NaN times a weight of zero is still a NaN.
 """
 
 import mmap

@@ -19,10 +19,10 @@ def layout(*shapes, block_size=32, dtype="float16"):
 @pytest.mark.parametrize(
     ("kv_heads", "token_bytes", "request_bytes"),
     [
-        (64, 2_621_440, 10_737_418_240),  # the essay: 2 x 80 layers x hidden 8192 x 4096 tokens x 2 bytes = 10.7 GB
+        (64, 2_621_440, 10_737_418_240),  # often quoted: 2 x 80 layers x hidden 8192 x 4096 tokens x 2 bytes = 10.7 GB
         (8, 327_680, 1_342_177_280),  # the model as published has 8 KV heads: 1.34 GB
     ],
-    ids=["multi-head, as the essay assumes", "grouped-query, as published"],
+    ids=["multi-head, as often assumed", "grouped-query, as published"],
 )
 def test_llama_2_70b_at_4096_tokens(kv_heads, token_bytes, request_bytes):
     llama = layout(*[(kv_heads, 128, 128)] * 80)
@@ -34,7 +34,7 @@ def test_llama_2_70b_at_4096_tokens(kv_heads, token_bytes, request_bytes):
     assert llama.blocks_for(4096) * llama.block_bytes == request_bytes
 
 
-def test_the_essays_formula_is_the_multi_head_case():
+def test_the_usual_formula_is_the_multi_head_case():
     layers, hidden, tokens, num_bytes = 80, 8192, 4096, 2
     assert layout(*[(64, 128, 128)] * 80).token_bytes * tokens == 2 * layers * hidden * tokens * num_bytes
     assert 10 * 2 * layers * hidden * tokens * num_bytes > 80e9  # ten requests do not fit an 80 GB card

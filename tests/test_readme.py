@@ -1,5 +1,6 @@
 """The README's code runs, its configuration loads, and the targets and commands it names exist."""
 
+import os
 import re
 import subprocess
 import sys
@@ -23,10 +24,7 @@ def blocks(language):
 def test_python_blocks_run_one_after_another(tmp_path):
     script = "\n".join(blocks("python"))
     assert "attach" in script
-    environment = {"TIERKV_DISK__PATH": str(tmp_path), "TIERKV_DEVICE__CAPACITY": "24MiB"}
-    # The script's own settings win over neither: the variables only keep the run small and out of the home folder.
-    import os
-
+    environment = {"TIERKV_DISK__PATH": str(tmp_path)}  # keeps the run out of the home folder
     done = subprocess.run(
         [sys.executable, "-W", "error::DeprecationWarning:__main__", "-c", script],
         env={**os.environ, **environment},
@@ -54,5 +52,5 @@ def test_make_targets_exist():
 
 
 def test_named_files_exist():
-    for name in re.findall(r"`([\w/]+\.(?:py|md))`", README):
+    for name in re.findall(r"`(\.?[\w/]+(?:\.py|\.md|/run))`", README):
         assert (ROOT / name).exists(), name

@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers as tf
 
-from tierkv.errors import UnsafeCall
+from tierkv.errors import CapacityError, UnsafeCall
 
 GREEDY = {"do_sample": False, "max_new_tokens": 8}
 BOTH_KINDS = pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next"])
@@ -187,3 +187,21 @@ def test_one_call_at_a_time_uses_a_cache(filled, tiny_model):
     assert any("in use by a generate call" in text for text in refused)
     assert any("cannot be reset" in text for text in refused)
     cache.reset()
+
+
+def test_a_refused_call_leaves_the_cache_as_it_was(filled):
+    model, _, cache, ids, _ = filled("llama")
+    rows, length = cache.sequences.rows, cache.sequences.length
+    with pytest.raises(CapacityError):
+        model.generate(ids[:, : length // 2], cache=cache, do_sample=False, num_beams=8, max_new_tokens=10**6)
+    assert (cache.sequences.rows, cache.sequences.length) == (rows, length)
+    assert model.generate(extended(ids, 3), cache=cache, **GREEDY).shape[1] == ids.shape[1] + 3 + 8
+
+
+@pytest.mark.parametrize("setting", [{"bad_words_ids": [[5, 6]]}, {"repetition_penalty": 1.2}, {"min_length": 400}])
+def test_only_new_ids_are_refused_where_something_looks_at_all_ids(filled, setting):
+    model, _, cache, ids, _ = filled("llama")
+    new = extended(ids, 4)[:, -4:]
+    mask = torch.ones((ids.shape[0], cache.sequences.length + 4), dtype=torch.long)
+    with pytest.raises(UnsafeCall, match="must see the cached tokens too"):
+        model.generate(new, attention_mask=mask, cache=cache, **GREEDY, **setting)

@@ -1,4 +1,4 @@
-"""The founding essay's claims about paging, run: the same script on a contiguous allocator and on the paged pool.
+"""What is said for paging, run: the same script on a contiguous allocator and on the paged pool.
 
 `FirstFit` is the thing compared with, written here and used nowhere else.
 """
@@ -95,9 +95,9 @@ def play(memory):
 @pytest.mark.parametrize(
     ("free_at_the_end", "wanted"),
     [
-        (2048, 6144),  # the essay's memory, and all that is free in it
+        (2048, 6144),  # the example's memory, and all that is free in it
         (2048, 4097),  # one token more than the largest gap
-        (4096, 8192),  # the essay's D, in a memory with so much free in total
+        (4096, 8192),  # the example's D, in a memory with so much free in total
     ],
 )
 def test_external_fragmentation(free_at_the_end, wanted):
@@ -121,7 +121,7 @@ def test_external_fragmentation(free_at_the_end, wanted):
 
 
 def test_more_than_is_free_in_total_is_refused_and_changes_nothing_until_a_tier_below_takes_the_idle():
-    """The essay's own numbers, 8192 into 4096 + 2048, cannot be placed on one tier by anybody."""
+    """The example's own numbers, 8192 into 4096 + 2048, cannot be placed on one tier by anybody."""
     paged, tiered = Paged(12_288), Paged(12_288, host_tokens=2048)
     play(paged)
     play(tiered)

@@ -98,7 +98,10 @@ class ModelEngine(Engine):
         super().close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise TierKVError("a model cannot be copied while tierkv is attached to it; close the engine first")
+        raise TierKVError(
+            "an engine, its caches and its model cannot be copied or pickled while attached; close the engine first "
+            "(copy.deepcopy of a cache forks it)"
+        )
 
     __reduce_ex__ = __deepcopy__  # type: ignore[assignment]
 

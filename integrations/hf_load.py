@@ -74,7 +74,7 @@ def load_model(
     say = progress or log.info
     if dtype not in {"auto", *DTYPE_BYTES}:
         raise ConfigError(f"dtype {dtype!r} is not supported (legal: auto, {', '.join(DTYPE_BYTES)})")
-    target = _device(device)
+    target = find_device(device)
     found = _find(os.fspath(source))
     if isinstance(found, Path) and found.is_file():
         model, tokenizer = _load_gguf(found, "float32" if dtype == "auto" else dtype, cache_dir or _cache_dir(), say)
@@ -86,7 +86,12 @@ def load_model(
     return model.to(target).eval(), tokenizer  # type: ignore[arg-type]  # its decorator hides the parameter's type
 
 
-def _device(name: str) -> torch.device:
+def find_device(name: str) -> torch.device:
+    """Return the device that ``auto``, ``cpu``, ``cuda`` or ``cuda:1`` names here.
+
+    Raises:
+        ConfigError: there is no such device.
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:

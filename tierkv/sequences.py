@@ -239,7 +239,7 @@ class SequenceBatch:
         if dtype != layout.dtype or values.dtype != keys.dtype:
             raise UnsupportedModel(
                 f"layer {spec.model_index} hands the cache {dtype} keys and the pools are {layout.dtype}; "
-                f"load the model in one dtype and do not use autocast around it"
+                f"do not use autocast, and attach again after the model's dtype has changed"
             )
         if keys.device != self.engine.device:
             raise UnsupportedModel(

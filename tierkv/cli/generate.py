@@ -126,8 +126,11 @@ def _run(
 
         from tierkv.cli.streams import TextStream, TokenStream, decode
         from tierkv.integrations.hf_generate import attach
-        from tierkv.integrations.hf_load import load_model
+        from tierkv.integrations.hf_load import find_device, load_model
+        from tierkv.machine import resolve_budgets
 
+        # A budget that cannot be is better found now than after minutes of loading.
+        resolve_budgets(config, find_device(device))
         model, tokenizer = load_model(source, dtype, progress=stage.say, device=device)
     inputs = encode_prompt(tokenizer, text, raw=raw, system=system)
     prompt_tokens = inputs["input_ids"].shape[1]

@@ -110,7 +110,7 @@ class TieredCache(DynamicCache):
         self.sequences.rollback()
         before = self._length_before
         if not before:
-            self.reset()
+            self._clear()
         else:
             if self.sequences.length > before:  # committed, and then a native layer or the head failed
                 self.sequences.crop(before)
@@ -235,6 +235,9 @@ class TieredCache(DynamicCache):
         """
         if self._generating:
             raise UnsafeCall("the cache cannot be reset while generate runs on it")
+        self._clear()
+
+    def _clear(self) -> None:
         with deferred_interrupt():
             self._open = None
             self.sequences.reset()

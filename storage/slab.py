@@ -28,7 +28,8 @@ class SlabStore(BlockStore):
     """Slices in one slab of memory. Reads and writes run on the caller's stream.
 
     Attributes:
-        num_slots: all slots of the slab; with scratch lent, fewer may be used (see ``set_scratch``).
+        num_slots: all slots of the slab.
+        usable_slots: those that remain while scratch is lent (see ``set_scratch``).
         slots_per_segment: a run never crosses a multiple of this.
     """
 
@@ -54,7 +55,7 @@ class SlabStore(BlockStore):
         self.geometry = PoolGeometry(layout, capacity_bytes)
         self.slots_per_segment = self.geometry.slots_per_segment
         self.num_slots = self.geometry.num_slots()
-        self._usable_slots = self.num_slots
+        self.usable_slots = self.num_slots
         self._scratch_tokens = 0
         self._closed = False
         self._locks: list[weakref.finalize[[int], SlabStore]] = []
@@ -161,11 +162,11 @@ class SlabStore(BlockStore):
         Raises:
             CapacityError: the whole slab is smaller.
         """
-        if tokens > self.geometry.total_tokens * min(len(group.members) for group in self.layout.groups):
+        if tokens > self.geometry.scratch_limit:
             raise CapacityError(f"the {self.tier.label} pool is smaller than scratch for {tokens:,} tokens")
         self._scratch_tokens = tokens
-        self._usable_slots = self.geometry.num_slots(tokens)
-        return self._usable_slots
+        self.usable_slots = self.geometry.num_slots(tokens)
+        return self.usable_slots
 
     def scratch_tensors(self, group: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the flat K and V scratch of a group: room for the tokens of ``set_scratch``, of one layer each."""
@@ -194,9 +195,9 @@ class SlabStore(BlockStore):
     def _check_slots(self, slot: int, count: int) -> None:
         if self._closed:
             raise ClosedError(f"the {self.tier.label} pool is closed")
-        if count < 1 or slot < 0 or slot + count > self._usable_slots:
+        if count < 1 or slot < 0 or slot + count > self.usable_slots:
             raise ValueError(
-                f"slots {slot} to {slot + count - 1} leave the {self._usable_slots} usable ones of the pool"
+                f"slots {slot} to {slot + count - 1} leave the {self.usable_slots} usable ones of the pool"
             )
 
     def _views_like(

@@ -30,17 +30,22 @@ BUFFER_TOKENS = 120
 class Bench:
     """An engine on manual transfers with exactly so many slots and buffers, and one batch beside its plain model."""
 
-    def __init__(self, layout, *, device_slots=2, host_slots=3, buffers=2, rows=1, disk=True, dtype="float32"):
+    def __init__(
+        self, layout, *, device_slots=2, host_slots=3, buffers=2, rows=1, disk=True, dtype="float32", bounce=False
+    ):
         self.layout = small_layout(layout, dtype)
         self.transfers = ManualTransfers()
         self.disk = FaultyStore(DictStore(self.layout)) if disk else None
         self.engine = small_engine(
             self.layout,
             device_tokens=BUFFER_TOKENS * 8,
-            host_tokens=host_slots * self.layout.block_size,
+            host_tokens=BUFFER_TOKENS * 8 if bounce else host_slots * self.layout.block_size,
             disk=self.disk,
             transfers=self.transfers,
+            bounce=bounce,
         )
+        if bounce:
+            assert self.engine.manager.resize(Tier.HOST, host_slots) is None
         divide(
             self.engine, device_slots=device_slots * rows, num_buffers=buffers, buffer_tokens=BUFFER_TOKENS * rows // 3
         )
@@ -56,8 +61,9 @@ class Bench:
 
     def poison_scratch(self):
         """Nothing that an earlier layer left in a buffer shall pass for what this one needs."""
-        for group in range(len(self.layout.groups)):
-            for flat in self.engine.stores.device.scratch_tensors(group):
+        slabs = [self.engine.stores.device] + [self.engine.stores.host] * bool(self.engine.stores.bounce)
+        for slab, group in itertools.product(slabs, range(len(self.layout.groups))):
+            for flat in slab.scratch_tensors(group):
                 flat.fill_(float("nan"))
 
     def fetches(self):
@@ -82,11 +88,12 @@ def make():
 # -- bytes ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("bounce", [False, True])
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("buffers", [1, 2, 3])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_prefill_chunks_and_decoding_equal_the_plain_cache(make, layout, buffers, rows):
-    bench = make(layout, buffers=buffers, rows=rows)
+def test_prefill_chunks_and_decoding_equal_the_plain_cache(make, layout, buffers, rows, bounce):
+    bench = make(layout, buffers=buffers, rows=rows, bounce=bounce)
     for count in (13, 7, 1, 1, 4, 1, 1, 1, 1, 5, 1):
         bench.poison_scratch()
         bench.forward(count)
@@ -119,6 +126,7 @@ def test_random_forwards_with_copies_that_end_at_random(make, seed):
         host_slots=rng.randint(0, 6),
         buffers=rng.randint(1, 3),
         rows=rows,
+        bounce=rng.random() < 0.5,
     )
     while bench.plain.length < 33:
         new = bench.tokens(rng.choice((1, 1, 1, 2, 5, 9)))

@@ -58,8 +58,9 @@ class Sequences(RuleBasedStateMachine):
         disk_slots=st.sampled_from([1000, 6, 0]),
         layers_ahead=st.integers(0, 2),
         keep=st.tuples(st.integers(0, 2), st.integers(1, 3)),
+        bounce=st.booleans(),
     )
-    def start(self, layout, device_tokens, host_tokens, disk_slots, layers_ahead, keep):
+    def start(self, layout, device_tokens, host_tokens, disk_slots, layers_ahead, keep, bounce):
         self.layout = small_layout(layout)
         self.pairs, self.seed = {}, 0
         self.transfers = self.make_transfers()
@@ -73,6 +74,7 @@ class Sequences(RuleBasedStateMachine):
             transfers=self.transfers,
             layers_ahead=layers_ahead,
             keep=keep,
+            bounce=bounce,
         )
 
     def teardown(self):

@@ -1,6 +1,7 @@
 """Capacity: does a call fit, and what is the smallest budget that would do? Pure arithmetic, asked before the prefill."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from tierkv.errors import CapacityError
 from tierkv.geometry import PoolGeometry
@@ -12,17 +13,43 @@ QUEUE_SHARE = 8
 
 @dataclass(frozen=True, slots=True)
 class ScratchPlan:
-    """How the device pool is divided for one call.
+    """How the pools are divided for one call.
 
     Attributes:
         num_buffers: gathered layers that exist at once: 1 + layers fetched ahead.
         buffer_tokens: tokens, summed over rows, in each.
         device_slots: blocks that remain for KV on the device.
+        host_slots: blocks that remain for KV in the host pool, which lends the bounce buffers.
     """
 
     num_buffers: int
     buffer_tokens: int
     device_slots: int
+    host_slots: int
+
+    @property
+    def scratch_tokens(self) -> int:
+        """Tokens of one layer in all buffers."""
+        return self.num_buffers * self.buffer_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Bounce:
+    """The part of the host pool through which a GPU and the disk meet: pinned memory, counted like the rest of it.
+
+    Attributes:
+        host: geometry of the whole host pool. It lends as much scratch as the device pool does, for layers that are
+            read from disk; whoever may fill a buffer of the device's scratch may fill the same one here.
+        blocks: slots at its end through which whole blocks move.
+    """
+
+    host: PoolGeometry
+    blocks: int
+
+    def slots_left(self, scratch_tokens: int) -> int:
+        """Return the host slots that remain for KV; negative where the pool cannot lend so much."""
+        spare = self.host.scratch_limit - scratch_tokens
+        return self.host.num_slots(scratch_tokens) - self.blocks if spare >= 0 else -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +59,12 @@ class Capacity:
     Attributes:
         layout: shape of the blocks.
         device: geometry of the device pool.
-        host_slots: blocks the host tier can hold.
+        host_slots: blocks the host tier can hold while nothing is lent.
         disk_slots: blocks the disk tier can hold.
         layers_ahead: layers to fetch ahead where there is room for their scratch.
         queue_limit: the most bytes that the queue of writes to disk may take out of the device budget; 0 where it lies
             in the host tier.
+        bounce: what the host pool lends, where a GPU and the disk meet in it; None where nothing has to pass.
         disk_failed: the disk tier refused a write and counts for nothing any more.
     """
 
@@ -46,6 +74,7 @@ class Capacity:
     disk_slots: int
     layers_ahead: int
     queue_limit: int = 0
+    bounce: Bounce | None = None
     disk_failed: bool = False
 
     def plan(self, rows: int, tokens: int, held_elsewhere: int = 0) -> ScratchPlan:
@@ -63,19 +92,26 @@ class Capacity:
         plan = self._try(self.device, rows, tokens, held_elsewhere)
         if plan is not None:
             return plan
+        if self._host_left(rows * tokens) < 0:
+            raise CapacityError(self._explain_bounce(rows, tokens))
         raise CapacityError(self._explain(rows, tokens, held_elsewhere))
 
     def _try(self, device: PoolGeometry, rows: int, tokens: int, held_elsewhere: int) -> ScratchPlan | None:
         blocks = rows * self.layout.blocks_for(tokens) + held_elsewhere
         for num_buffers in range(1 + min(self.layers_ahead, len(self.layout.layers)), 0, -1):
             scratch = num_buffers * rows * tokens
-            slots = device.num_slots(scratch)
+            slots, host_slots = device.num_slots(scratch), self._host_left(scratch)
+            if host_slots < 0:
+                continue
             # Fetching ahead is a convenience: it never takes more than half of the device from the KV itself.
             if num_buffers > 1 and 2 * slots < device.num_slots():
                 continue
-            if slots >= self.least_slots(rows) and slots + self.host_slots + self.disk_slots >= blocks:
-                return ScratchPlan(num_buffers, rows * tokens, slots)
+            if slots >= self.least_slots(rows) and slots + host_slots + self.disk_slots >= blocks:
+                return ScratchPlan(num_buffers, rows * tokens, slots, host_slots)
         return None
+
+    def _host_left(self, scratch_tokens: int) -> int:
+        return self.host_slots if self.bounce is None else self.bounce.slots_left(scratch_tokens)
 
     @staticmethod
     def least_slots(rows: int) -> int:
@@ -86,15 +122,9 @@ class Capacity:
         size = self.layout.block_size
         what = f"{rows} sequence{'s' if rows > 1 else ''} of up to {tokens:,} tokens"
         kv = rows * self.layout.blocks_for(tokens) * self.layout.block_bytes
-        low, high = 1, 2
-        while self._try(PoolGeometry(self.layout, high), rows, tokens, held_elsewhere) is None:
-            low, high = high, high * 2
-        while low + 1 < high:
-            middle = (low + high) // 2
-            if self._try(PoolGeometry(self.layout, middle), rows, tokens, held_elsewhere) is None:
-                low = middle
-            else:
-                high = middle
+        high = _smallest(
+            lambda budget: bool(self._try(PoolGeometry(self.layout, budget), rows, tokens, held_elsewhere))
+        )
         # A pool is divided into at least 8 segments, of which one may be lost, so a little more can hold less. From 8/7
         # of what suffices on everything does: go down from there to the size from which on everything suffices.
         needed = -(-(high * 8 // 7 + self.queue_limit) // 2**20) + 1
@@ -110,6 +140,20 @@ class Capacity:
             + ("" if self.disk_slots else self._disk_hint())
         )
 
+    def _explain_bounce(self, rows: int, tokens: int) -> str:
+        """The host pool is smaller than one layer that is read from disk through it, whatever the device holds."""
+        assert self.bounce is not None
+        bounce, layout = self.bounce, self.layout
+        least = _smallest(
+            lambda budget: replace(bounce, host=PoolGeometry(layout, budget)).slots_left(rows * tokens) >= 0
+        )
+        return (
+            f"{rows} sequence{'s' if rows > 1 else ''} of up to {tokens:,} tokens need "
+            f"{_mib(self.layout.scratch_bytes(rows, tokens))} of pinned memory through which layers come from disk, and "
+            f"the host pool has {_mib(bounce.host.allocated_bytes)} in all; give host.capacity for example "
+            f'"{-(-least * 8 // 7 // 2**20) + 1}MiB", or set disk.capacity = 0'
+        )
+
     def _pool(self, budget_bytes: int) -> PoolGeometry:
         return PoolGeometry(self.layout, budget_bytes - queue_bytes(budget_bytes, self.queue_limit))
 
@@ -120,6 +164,17 @@ class Capacity:
 def queue_bytes(budget_bytes: int, queue_limit: int) -> int:
     """Return what the queue of writes to disk takes out of the budget of the RAM tier that it lies in."""
     return min(queue_limit, budget_bytes // QUEUE_SHARE)
+
+
+def _smallest(fits: Callable[[int], bool]) -> int:
+    """Return a budget in bytes that fits, of which one byte less does not."""
+    low, high = 1, 2
+    while not fits(high):
+        low, high = high, high * 2
+    while low + 1 < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high
 
 
 def _mib(num_bytes: int) -> str:

@@ -16,6 +16,7 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, Self
 
 from tierkv.budgets import Budgets
+from tierkv.capacity import ScratchPlan
 from tierkv.config import CacheConfig
 from tierkv.errors import CapacityError, ClosedError, TierKVError
 from tierkv.gate import ForwardGate
@@ -130,7 +131,7 @@ class Engine:
             plan = self.capacity.plan(rows, tokens, self._live_blocks() - len(own))
             enough = self.manager.pools[Tier.DEVICE].num_slots >= plan.device_slots
             if not (self._live_blocks() and enough and self.reader.holds(plan.buffer_tokens)):
-                self._divide_device(plan.num_buffers, plan.buffer_tokens, plan.device_slots)
+                self._divide(plan)
 
     def close(self) -> None:
         """End the workers, give back all memory and remove the spill files. Idempotent; safe after an interrupt."""
@@ -254,21 +255,23 @@ class Engine:
             plan = self.capacity.plan(rows, tokens + tokens // 2, elsewhere)
         except CapacityError:
             plan = self.capacity.plan(rows, tokens, elsewhere)
-        self._divide_device(plan.num_buffers, plan.buffer_tokens, plan.device_slots)
+        self._divide(plan)
 
-    def _divide_device(self, num_buffers: int, buffer_tokens: int, device_slots: int) -> None:
-        """Move blocks out of the end of the device pool and lend it as scratch."""
+    def _divide(self, plan: ScratchPlan) -> None:
+        """Move blocks out of the end of the pools and lend it as scratch."""
+        bounce = self.stores.bounce is not None
         for _ in range(MAX_ROOM_ROUNDS):
             with deferred_interrupt():
                 self._mover.reap()
-                room = self.manager.resize(Tier.DEVICE, device_slots)
-                if room is None:
-                    self.stores.device.set_scratch(num_buffers * buffer_tokens)
-                    self.reader.use_buffers(num_buffers, buffer_tokens)
+                room = self.manager.resize(Tier.HOST, plan.host_slots) if bounce else None
+                room = room or self.manager.resize(Tier.DEVICE, plan.device_slots)
+                if room is None and not (bounce and self.manager.moves):  # they may pass through what is lent anew
+                    self.stores.set_scratch(plan.scratch_tokens)
+                    self.reader.use_buffers(plan.num_buffers, plan.buffer_tokens)
                     return
-                self._mover.submit(room.moves)
+                self._mover.submit(room.moves if room else ())
             self._mover.wait()
-        raise TierKVError("the device pool cannot give room to the scratch: its blocks do not move")
+        raise TierKVError("the pools cannot give room to the scratch: their blocks do not move")
 
 
 def _close_parts(transfers: TransferEngine, stores: Stores, pid: int) -> None:

@@ -30,6 +30,11 @@ class PoolGeometry:
         return self.total_tokens * self.layout.token_bytes
 
     @property
+    def scratch_limit(self) -> int:
+        """The most tokens of one layer that can be lent."""
+        return self.total_tokens * min(len(group.members) for group in self.layout.groups)
+
+    @property
     def slots_per_segment(self) -> int:
         """Neighbouring slots that form one dense matrix per head."""
         size = self.layout.block_size

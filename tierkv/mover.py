@@ -36,13 +36,32 @@ class Mover:
         self._count_copies = count_copies
         self._disk_failed = disk_failed
         self._tickets: dict[Move, Ticket] = {}
+        self._bounced: dict[int, Ticket] = {}  # host slot to the last move through it; the longest ago first
 
     def submit(self, moves: Sequence[Move]) -> None:
-        """Start moves that the manager has just planned."""
+        """Start moves that the manager has just planned; between a GPU and the disk, a few at a time.
+
+        Raises:
+            TransferTimeout: a move that others must follow did not end. Those that were not started, did not happen.
+        """
         for move in moves:
-            copy = self._stores.copy_of(move)
-            self._tickets[move] = self._transfers.submit([copy])
+            slot = self._free_bounce_slot() if self._stores.bounces(move) else None
+            copy = self._stores.copy_of(move, slot)
+            ticket = self._tickets[move] = self._transfers.submit([copy])
+            if slot is not None:
+                self._bounced[slot] = ticket
             self._count_copies([copy])
+
+    def _free_bounce_slot(self) -> int:
+        """Return a slot that nothing passes through any more; wait for the oldest move where there is none."""
+        slots = self._stores.bounce_slots
+        busy = {slot: ticket for slot, ticket in self._bounced.items() if not self._transfers.is_done(ticket)}
+        free = next((slot for slot in slots if slot not in busy), None)
+        if free is None:
+            free = next(slot for slot in busy if slot in slots)
+            self._transfers.settle(busy[free])
+        self._bounced.pop(free, None)
+        return free
 
     def reap(self) -> None:
         """Report the moves that ended to the manager; never waits.

@@ -8,7 +8,8 @@ exactly as ``torch.cat`` would have laid it out, so attention gives bit-identica
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from tierkv.block_table import Extent
 from tierkv.interrupts import deferred_interrupt
@@ -23,13 +24,15 @@ if TYPE_CHECKING:
     from tierkv.stores import Stores
 
 
-class _DiskRead(NamedTuple):
-    """Part of a layer that lies on disk, and where in the scratch it belongs."""
+@dataclass(slots=True)
+class _DiskRead:
+    """Part of a layer that lies on disk, where in the scratch it belongs, and the pinned memory it passes through."""
 
     layer: int
     extent: Extent
     keys: "torch.Tensor"
     values: "torch.Tensor"
+    through: "tuple[torch.Tensor, torch.Tensor] | None" = None
 
 
 class LayerReader:
@@ -74,7 +77,7 @@ class LayerReader:
         return tokens <= self._buffer_tokens
 
     def use_buffers(self, num_buffers: int, buffer_tokens: int) -> None:
-        """Divide the device pool's scratch into ``num_buffers`` buffers of ``buffer_tokens`` tokens."""
+        """Divide the scratch of the pools into ``num_buffers`` buffers of ``buffer_tokens`` tokens."""
         self._num_buffers = num_buffers
         self._buffer_tokens = buffer_tokens
 
@@ -143,17 +146,20 @@ class LayerReader:
         """Return the K and V views of the layer's scratch buffer, shaped for this step."""
         assert self._step is not None
         spec = self._layout.layers[layer]
-        group, member = self._layout.group_of[layer]
+        group, _ = self._layout.group_of[layer]
         total = self._step.stop - self._first_token(layer)
-        ring = member % self._num_buffers
 
         def view(flat: "torch.Tensor", dim: int) -> "torch.Tensor":
-            begin = ring * self._buffer_tokens * spec.kv_heads * dim
+            begin = self._ring_offset(layer) * spec.kv_heads * dim
             size = rows * spec.kv_heads * total * dim
             return flat[begin : begin + size].view(rows, spec.kv_heads, total, dim)
 
         flat_keys, flat_values = self._device.scratch_tensors(group)
         return view(flat_keys, spec.key_dim), view(flat_values, spec.value_dim)
+
+    def _ring_offset(self, layer: int) -> int:
+        """Return where the layer's buffer begins, in tokens of one layer."""
+        return self._layout.group_of[layer][1] % self._num_buffers * self._buffer_tokens
 
     def _fetch_through(self, last: int) -> None:
         """Submit the fetches of all layers up to ``last`` that were not submitted yet."""
@@ -190,28 +196,35 @@ class LayerReader:
                     )
                 else:
                     reads.append(_DiskRead(layer, extent, keys, values))
-        return copies + self._disk_copies(reads)
+        if self._stores.bounce:
+            self._bounce(layer, reads)
+        share = -(-len(reads) // self._num_readers)  # spread over as many copies as there are readers
+        return copies + [self._disk_copy(reads[begin : begin + share]) for begin in range(0, len(reads), share or 1)]
 
-    def _disk_copies(self, reads: "Sequence[_DiskRead]") -> list[Copy]:
-        """Spread the reads of a layer over as many copies as there are readers."""
-        share = -(-len(reads) // self._num_readers)
-        return [self._disk_copy(reads[begin : begin + share]) for begin in range(0, len(reads), share or 1)]
+    def _bounce(self, layer: int, reads: "Sequence[_DiskRead]") -> None:
+        """Let the reads of a layer pass through its buffer in the host pool, one packed behind the other."""
+        begin = self._ring_offset(layer)
+        group, _ = self._layout.group_of[layer]
+        scratch = self._stores.slab(Tier.HOST).scratch_tensors(group)
+        for read in reads:
+            heads, tokens, _ = read.keys.shape
+            keys, values = (
+                flat[begin * heads * dim : (begin + tokens) * heads * dim].view(heads, tokens, dim)
+                for flat, dim in zip(scratch, (read.keys.shape[2], read.values.shape[2]), strict=True)
+            )
+            read.through = keys, values
+            begin += tokens
 
     def _disk_copy(self, reads: "Sequence[_DiskRead]") -> Copy:
-        import torch
-
         store = self._stores.disk_store
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        targets = []
         for read in reads:
-            into = (read.keys, read.values)
-            if not self._device.on_cpu:  # a GPU is reached through pinned memory
-                into = tuple(torch.empty(part.shape, dtype=part.dtype, pin_memory=True) for part in into)  # type: ignore[assignment]
-                pairs += zip((read.keys, read.values), into, strict=True)
-            targets.append(into)
+            if read.through:
+                pairs += zip((read.keys, read.values), read.through, strict=True)
 
         def load() -> None:
-            for read, (keys, values) in zip(reads, targets, strict=True):
+            for read in reads:
+                keys, values = read.through or (read.keys, read.values)
                 store.read(read.layer, read.extent.run, keys, values, read.extent.first_token)
 
         num_bytes = sum(read.keys.nbytes + read.values.nbytes for read in reads)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tierkv.budgets import Budgets
-from tierkv.capacity import Capacity, queue_bytes
+from tierkv.capacity import Bounce, Capacity, queue_bytes
 from tierkv.config import CacheConfig
 from tierkv.errors import ConfigError, TierKVError
 from tierkv.geometry import PoolGeometry
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     import torch
 
 log = logging.getLogger(__name__)
+
+BOUNCE_BLOCKS = 4
+"""Whole blocks on their way between a GPU and the disk at one time: enough to keep a drive busy."""
 
 DISK_RUN = 16
 """Records that one read call fetches; on disk every slice is a record of its own, so this only bounds the call."""
@@ -38,6 +41,7 @@ class Stores:
         disk: the store of live sequences on disk, or None where the tier is off.
         queue_limit: the most RAM that writes to disk may take while they wait. It is part of the host tier, or of the
             device tier where there is no host tier, and never more than a share of it (``queue_bytes``).
+        bounce: the part of the host pool through which device and disk meet; None where they meet directly.
     """
 
     layout: BlockLayout
@@ -45,6 +49,7 @@ class Stores:
     host: SlabStore | None
     disk: "BlockStore | None"
     queue_limit: int = 0
+    bounce: Bounce | None = None
 
     @classmethod
     def open(cls, layout: BlockLayout, config: CacheConfig, budgets: Budgets, device: "torch.device") -> "Stores":
@@ -85,13 +90,15 @@ class Stores:
         host = None
         if host_bytes > 0:
             host = SlabStore(layout, host_bytes, tier=Tier.HOST, device=torch.device("cpu"), pinned=cuda)
-        stores = cls(layout, slab, host, None, budgets.write_queue if disk_on else 0)
+        bounce = bounce_of(host) if host and cuda and disk_on else None
+        stores = cls(layout, slab, host, None, budgets.write_queue if disk_on else 0, bounce)
         if disk_on and budgets.disk_path is not None:
             try:
                 stores.disk = _open_disk(layout, config, budgets, budgets.disk_path, queue)
             except BaseException as error:
                 if isinstance(error, ConfigError) and not config.is_explicit("disk.path"):
                     log.warning("going on without a disk tier: %s", error)
+                    stores.bounce = None
                     return stores
                 stores.close()
                 raise
@@ -101,7 +108,17 @@ class Stores:
     def slots(self) -> dict[Tier, int]:
         """Blocks that each tier can hold."""
         stores = {Tier.DEVICE: self.device, Tier.HOST: self.host, Tier.DISK: self.disk}
-        return {tier: getattr(store, "num_slots", 0) for tier, store in stores.items()}
+        slots = {tier: getattr(store, "num_slots", 0) for tier, store in stores.items()}
+        if self.bounce:
+            slots[Tier.HOST] -= self.bounce.blocks
+        return slots
+
+    @property
+    def bounce_slots(self) -> range:
+        """Host slots through which whole blocks pass; the last usable ones, so they change with ``set_scratch``."""
+        if self.host is None or self.bounce is None:
+            return range(0)
+        return range(self.host.usable_slots - self.bounce.blocks, self.host.usable_slots)
 
     @property
     def slots_per_segment(self) -> dict[Tier, int]:
@@ -113,7 +130,7 @@ class Stores:
         """Return what the tiers hold, for questions before a prefill."""
         host, disk = self.slots[Tier.HOST], self.slots[Tier.DISK]
         if self.host:
-            return Capacity(self.layout, self.device.geometry, host, disk, layers_ahead)
+            return Capacity(self.layout, self.device.geometry, host, disk, layers_ahead, bounce=self.bounce)
         # A larger device budget has a larger queue and writes larger batches, for which a full disk keeps more room:
         # up to a 32nd of it. What is promised for one budget must hold for the one that a refusal names.
         disk -= -(-disk // 32)
@@ -133,8 +150,23 @@ class Stores:
             raise TierKVError("there is no disk tier")
         return self.disk
 
-    def copy_of(self, move: Move) -> Copy:
-        """Return the work that carries out a move: all layers of one block."""
+    def set_scratch(self, tokens: int) -> None:
+        """Lend scratch for ``tokens`` tokens of one layer from the device pool, and as much to bounce through."""
+        self.device.set_scratch(tokens)
+        if self.host and self.bounce:
+            self.host.set_scratch(tokens)
+
+    def bounces(self, move: Move) -> bool:
+        """Return whether a move passes through one of the ``bounce_slots``."""
+        return self.bounce is not None and Tier.HOST not in move.wire and Tier.DISK in move.wire
+
+    def copy_of(self, move: Move, bounce_slot: int | None = None) -> Copy:
+        """Return the work that carries out a move: all layers of one block.
+
+        Args:
+            move: what the manager planned.
+            bounce_slot: a free one, where the move ``bounces``.
+        """
         source, destination = move.wire
         num_bytes = self.layout.block_bytes
         if Tier.DISK not in move.wire:
@@ -142,18 +174,18 @@ class Stores:
             return Copy(move.wire, num_bytes, pairs)
         memory = self.slab(destination if source is Tier.DISK else source)
         slot = move.slot if source is Tier.DISK else move.source_slot
-        if memory.on_cpu:
+        if not self.bounces(move):
             if source is Tier.DISK:
                 return Copy(move.wire, num_bytes, load=lambda: self._load(move.source_slot, memory.block_views(slot)))
             return Copy(move.wire, num_bytes, store=lambda: self._save(memory.block_views(slot), move.slot))
-        # Disk and GPU meet in pinned memory.
-        views = memory.block_views(slot)
-        staged = [view.new_empty(view.shape, device="cpu", pin_memory=True) for view in views]
+        assert bounce_slot is not None
+        host = self.slab(Tier.HOST)
+        views = host.block_views(bounce_slot)
         if source is Tier.DISK:
-            pairs = list(zip(views, staged, strict=True))
-            return Copy(move.wire, num_bytes, pairs, load=lambda: self._load(move.source_slot, staged))
-        pairs = list(zip(staged, views, strict=True))
-        return Copy(move.wire, num_bytes, pairs, store=lambda: self._save(staged, move.slot))
+            pairs = host.copy_pairs(bounce_slot, memory, slot)
+            return Copy(move.wire, num_bytes, pairs, load=lambda: self._load(move.source_slot, views))
+        pairs = memory.copy_pairs(slot, host, bounce_slot)
+        return Copy(move.wire, num_bytes, pairs, store=lambda: self._save(views, move.slot))
 
     def _load(self, disk_slot: int, views: "list[torch.Tensor]") -> None:
         for layer, (group, member) in enumerate(self.layout.group_of):
@@ -171,6 +203,11 @@ class Stores:
             for store in (self.device, self.host, self.disk):
                 if store is not None:
                     stack.callback(store.close)
+
+
+def bounce_of(host: SlabStore) -> Bounce:
+    """Return what a host pool lends where a GPU and the disk meet in it."""
+    return Bounce(host.geometry, max(1, min(BOUNCE_BLOCKS, host.num_slots // 8)))
 
 
 def _open_disk(layout: BlockLayout, config: CacheConfig, budgets: Budgets, path: Path, queue_bytes: int) -> BlockStore:

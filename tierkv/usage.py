@@ -48,8 +48,10 @@ class Usage:
             return slab.allocated_bytes
         layout = self._stores.layout
         touched = self._manager.pools[tier].touched * layout.block_bytes
-        if tier is Tier.DEVICE:
+        if tier is Tier.DEVICE or self._stores.bounce:
             touched += layout.scratch_bytes(1, self._reader.scratch_tokens)
+        if tier is Tier.HOST and self._stores.bounce:
+            touched += self._stores.bounce.blocks * layout.block_bytes
         return min(touched, slab.allocated_bytes)
 
     def _queue(self, tier: Tier, which: str) -> int:

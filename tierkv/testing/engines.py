@@ -11,7 +11,7 @@ from tierkv.layout import BlockLayout, LayerSpec
 from tierkv.sequences import SequenceBatch
 from tierkv.storage.base import BlockStore
 from tierkv.storage.slab import SlabStore
-from tierkv.stores import Stores
+from tierkv.stores import Stores, bounce_of
 from tierkv.tier import Tier
 from tierkv.transfer import TransferEngine
 
@@ -42,6 +42,7 @@ def small_engine(
     transfers: TransferEngine | None = None,
     layers_ahead: int = 2,
     keep: tuple[int, int] = (1, 1),
+    bounce: bool = False,
 ) -> Engine:
     """Return an engine on the CPU.
 
@@ -54,6 +55,7 @@ def small_engine(
         transfers: the executor; threads unless given.
         layers_ahead: layers to fetch ahead where there is room.
         keep: first and most recent blocks that stay on the device.
+        bounce: let device and disk meet in the host pool, as on a machine with a GPU.
     """
     cpu = torch.device("cpu")
     device_bytes, host_bytes = device_tokens * layout.token_bytes, host_tokens * layout.token_bytes
@@ -71,14 +73,15 @@ def small_engine(
         write_queue=queue_bytes,
         disk_path=None,
     )
-    stores = Stores(layout, device, host, disk, queue_bytes)
+    stores = Stores(layout, device, host, disk, queue_bytes, bounce_of(host) if bounce and host else None)
     return Engine(layout, config, budgets, cpu, transfers=transfers, stores=stores)
 
 
 def divide(engine: Engine, *, device_slots: int, num_buffers: int, buffer_tokens: int) -> None:
     """Give an engine without any blocks exactly so many device slots and scratch buffers."""
     assert engine.manager.resize(Tier.DEVICE, device_slots) is None
-    assert engine.stores.device.set_scratch(num_buffers * buffer_tokens) >= device_slots
+    engine.stores.set_scratch(num_buffers * buffer_tokens)
+    assert engine.stores.device.usable_slots >= device_slots
     engine.reader.use_buffers(num_buffers, buffer_tokens)
 
 

@@ -101,17 +101,35 @@ class SlabStore(BlockStore):
             ValueError: the run leaves its segment or the pool, or the tokens leave the run.
             ClosedError: the store is closed.
         """
-        size, width = self.layout.block_size, self.slots_per_segment
-        self._check_slots(run.slot, run.length)
-        segment, slot = divmod(run.slot, width)
-        if slot + run.length > width:
-            raise ValueError(f"{run} leaves its segment of {width} slots")
-        if first_token < 0 or first_token + tokens > run.length * size:
-            raise ValueError(f"{tokens} tokens from token {first_token} on leave {run} of blocks of {size}")
+        segment, begin = divmod(
+            self._check_run(run, first_token, tokens), self.slots_per_segment * self.layout.block_size
+        )
         group, member = self.layout.group_of[layer]
-        begin = slot * size + first_token
         keys, values = (pool[segment, member].flatten(1, 2)[:, begin : begin + tokens] for pool in self._pools[group])
         return keys, values
+
+    def line(self, group: int, run: "Run", first_token: int, tokens: int, position: int) -> tuple[int, ...]:
+        """Return a line of ``tierkv.kernels.runs.Runs.table`` for tokens of a run, for all layers of a group.
+
+        Args:
+            group: layer group.
+            run: adjacent slots of one segment.
+            first_token: offset into the run.
+            tokens: how many.
+            position: of the first one in its sequence.
+
+        Raises:
+            ValueError: the run leaves its segment or the pool, or the tokens leave the run.
+            ClosedError: the store is closed.
+        """
+        begin = self._check_run(run, first_token, tokens)
+        segment, token = divmod(begin, self.slots_per_segment * self.layout.block_size)
+        addresses = [
+            pool.data_ptr() + (segment * pool.stride(0) + token * pool.stride(4)) * pool.element_size()
+            for pool in self._pools[group]
+        ]
+        keys, values = self._pools[group]
+        return (*addresses, keys.stride(1), values.stride(1), keys.stride(2), values.stride(2), tokens, position)
 
     def write(self, layer: int, run: "Run", keys: torch.Tensor, values: torch.Tensor, first_token: int = 0) -> None:
         """Copy tokens into a run; see ``BlockStore.write``."""
@@ -199,6 +217,16 @@ class SlabStore(BlockStore):
             raise ValueError(
                 f"slots {slot} to {slot + count - 1} leave the {self.usable_slots} usable ones of the pool"
             )
+
+    def _check_run(self, run: "Run", first_token: int, tokens: int) -> int:
+        """Return where the tokens begin, counted in tokens from the first slot of the pool."""
+        size, width = self.layout.block_size, self.slots_per_segment
+        self._check_slots(run.slot, run.length)
+        if run.slot % width + run.length > width:
+            raise ValueError(f"{run} leaves its segment of {width} slots")
+        if first_token < 0 or first_token + tokens > run.length * size:
+            raise ValueError(f"{tokens} tokens from token {first_token} on leave {run} of blocks of {size}")
+        return run.slot * size + first_token
 
     def _views_like(
         self, layer: int, run: "Run", keys: torch.Tensor, values: torch.Tensor, first_token: int

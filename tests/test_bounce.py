@@ -122,7 +122,7 @@ def test_the_lent_part_is_reported_and_stays_within_the_budget():
         batch, plain = engine.open(), PlainCache(layout)
         engine.reserve(batch, 2, 120)
         before = engine.usage.now(Tier.HOST)
-        assert before >= layout.scratch_bytes(1, engine.reader.scratch_tokens) > 0
+        assert before >= layout.scratch_bytes(1, engine.scratch.tokens) > 0
         for seed, count in enumerate((100, 1, 19)):
             forward(batch, plain, random_tokens(layout, 2, count, seed))
         assert before < engine.usage.peak(Tier.HOST) <= engine.budgets.host

@@ -35,7 +35,7 @@ LAYOUT = BlockLayout(tuple(LayerSpec(index, 3, 64, 64) for index in range(30)), 
 
 def capacity(layout, budget_bytes, host=0, disk=0, ahead=2, queue=0):
     pool = PoolGeometry(layout, budget_bytes - queue_bytes(budget_bytes, queue))
-    return Capacity(layout, pool, host, disk, ahead, queue)
+    return Capacity(layout, pool, host, disk, ahead, queue_limit=queue)
 
 
 def named_budget(error):

@@ -22,7 +22,7 @@ LAYERS = (
     ("storage", "kernels"),
     ("block_pool", "block_table", "moves", "places", "placement", "eviction", "transfer"),
     ("manager",),
-    ("prefetch", "stores"),
+    ("prefetch", "paged", "fetch", "scratch", "stores"),
     ("gate", "machine", "mover", "usage", "report", "sequences", "engine"),
     ("integrations",),
     ("__init__", "cost", "plan", "tune", "simulate", "testing", "benchmarks"),

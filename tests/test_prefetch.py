@@ -181,7 +181,7 @@ def test_what_has_not_arrived_would_be_noticed(make, monkeypatch):
     """The poison works: a reader that does not wait hands out NaN."""
     bench = make("plain", host_slots=20, disk=False)
     bench.forward(30)
-    monkeypatch.setattr(bench.engine.reader, "_await", lambda layer: None)
+    monkeypatch.setattr(bench.engine.fetcher, "order", lambda layer: None)
     keys, _ = bench.batch.append(0, *bench.tokens(1)[0])
     assert keys.isnan().any()
 
@@ -189,9 +189,9 @@ def test_what_has_not_arrived_would_be_noticed(make, monkeypatch):
 def test_the_time_spent_waiting_is_counted(make):
     bench = make("plain")
     bench.forward(30)
-    before = bench.engine.reader.stall_seconds
+    before = bench.engine.fetcher.stall_seconds
     bench.forward(1)
-    assert bench.engine.reader.stall_seconds > before
+    assert bench.engine.fetcher.stall_seconds > before
 
 
 def test_fetched_bytes_are_counted_by_wire(make):

@@ -7,6 +7,9 @@ from tierkv.errors import CapacityError
 from tierkv.geometry import PoolGeometry
 from tierkv.layout import BlockLayout
 
+CHUNK_TOKENS = 2048
+"""Cold tokens of one layer that the paged path fetches at once where there is room: a few MiB, large enough for a wire."""
+
 QUEUE_SHARE = 8
 """The queue of writes to disk takes at most this part of the RAM tier that it lies in."""
 
@@ -16,7 +19,7 @@ class ScratchPlan:
     """How the pools are divided for one call.
 
     Attributes:
-        num_buffers: gathered layers that exist at once: 1 + layers fetched ahead.
+        num_buffers: buffers of the ring: 1 + layers (or chunks of a layer) fetched ahead.
         buffer_tokens: tokens, summed over rows, in each.
         device_slots: blocks that remain for KV on the device.
         host_slots: blocks that remain for KV in the host pool, which lends the bounce buffers.
@@ -31,6 +34,19 @@ class ScratchPlan:
     def scratch_tokens(self) -> int:
         """Tokens of one layer in all buffers."""
         return self.num_buffers * self.buffer_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What is asked for: ``rows`` sequences of ``tokens`` tokens, beside blocks that others hold."""
+
+    rows: int
+    tokens: int
+    held_elsewhere: int
+    paged: bool
+
+    def __str__(self) -> str:
+        return f"{self.rows} sequence{'s' if self.rows > 1 else ''} of up to {self.tokens:,} tokens"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +78,7 @@ class Capacity:
         host_slots: blocks the host tier can hold while nothing is lent.
         disk_slots: blocks the disk tier can hold.
         layers_ahead: layers to fetch ahead where there is room for their scratch.
+        cold: whether any tier's blocks must be fetched before attention can read them.
         queue_limit: the most bytes that the queue of writes to disk may take out of the device budget; 0 where it lies
             in the host tier.
         bounce: what the host pool lends, where a GPU and the disk meet in it; None where nothing has to pass.
@@ -73,41 +90,58 @@ class Capacity:
     host_slots: int
     disk_slots: int
     layers_ahead: int
+    cold: bool = True
     queue_limit: int = 0
     bounce: Bounce | None = None
     disk_failed: bool = False
 
-    def plan(self, rows: int, tokens: int, held_elsewhere: int = 0) -> ScratchPlan:
+    def plan(self, rows: int, tokens: int, held_elsewhere: int = 0, *, paged: bool = False) -> ScratchPlan:
         """Divide the device pool for ``rows`` sequences of up to ``tokens`` tokens.
 
         Args:
             rows: sequences.
             tokens: the longest they get, prompt included.
             held_elsewhere: blocks of other caches of the engine, which keep their room.
+            paged: attention reads blocks where they lie, so that no buffer has to hold a layer.
 
         Raises:
             CapacityError: they cannot fit; the message names the smallest device budget that would do, or the room that
                 is missing in the tiers below.
         """
-        plan = self._try(self.device, rows, tokens, held_elsewhere)
+        call = _Call(rows, tokens, held_elsewhere, paged)
+        plan = self._try(self.device, call)
         if plan is not None:
             return plan
-        if self._host_left(rows * tokens) < 0:
-            raise CapacityError(self._explain_bounce(rows, tokens))
-        raise CapacityError(self._explain(rows, tokens, held_elsewhere))
+        _, least = self._buffers(call)[-1]
+        if self._host_left(least) < 0:
+            raise CapacityError(self._explain_bounce(call, least))
+        raise CapacityError(self._explain(call, least))
 
-    def _try(self, device: PoolGeometry, rows: int, tokens: int, held_elsewhere: int) -> ScratchPlan | None:
-        blocks = rows * self.layout.blocks_for(tokens) + held_elsewhere
-        for num_buffers in range(1 + min(self.layers_ahead, len(self.layout.layers)), 0, -1):
-            scratch = num_buffers * rows * tokens
+    def _buffers(self, call: "_Call") -> list[tuple[int, int]]:
+        """Return the ``(num_buffers, buffer_tokens)`` that would do, the best first and the smallest last."""
+        most = 1 + min(self.layers_ahead, len(self.layout.layers))
+        if not call.paged:
+            return [(number, call.rows * call.tokens) for number in range(most, 0, -1)]
+        if not self.cold:
+            return [(1, 0)]
+        size = self.layout.block_size
+        sizes = [min(max(CHUNK_TOKENS, size), call.rows * self.layout.blocks_for(call.tokens) * size)]
+        while sizes[-1] > size:
+            sizes.append(max(size, sizes[-1] // 2))
+        return [(most, tokens) for tokens in sizes] + [(number, size) for number in range(most - 1, 0, -1)]
+
+    def _try(self, device: PoolGeometry, call: "_Call") -> ScratchPlan | None:
+        blocks = call.rows * self.layout.blocks_for(call.tokens) + call.held_elsewhere
+        for num_buffers, buffer_tokens in self._buffers(call):
+            scratch = num_buffers * buffer_tokens
             slots, host_slots = device.num_slots(scratch), self._host_left(scratch)
             if host_slots < 0:
                 continue
             # Fetching ahead is a convenience: it never takes more than half of the device from the KV itself.
             if num_buffers > 1 and 2 * slots < device.num_slots():
                 continue
-            if slots >= self.least_slots(rows) and slots + host_slots + self.disk_slots >= blocks:
-                return ScratchPlan(num_buffers, rows * tokens, slots, host_slots)
+            if slots >= self.least_slots(call.rows) and slots + host_slots + self.disk_slots >= blocks:
+                return ScratchPlan(num_buffers, buffer_tokens, slots, host_slots)
         return None
 
     def _host_left(self, scratch_tokens: int) -> int:
@@ -118,38 +152,34 @@ class Capacity:
         """Return the device slots without which no step can begin: a last block a row, and room for its private copy."""
         return 2 * rows
 
-    def _explain(self, rows: int, tokens: int, held_elsewhere: int) -> str:
+    def _explain(self, call: "_Call", least_scratch: int) -> str:
         size = self.layout.block_size
-        what = f"{rows} sequence{'s' if rows > 1 else ''} of up to {tokens:,} tokens"
-        kv = rows * self.layout.blocks_for(tokens) * self.layout.block_bytes
-        high = _smallest(
-            lambda budget: bool(self._try(PoolGeometry(self.layout, budget), rows, tokens, held_elsewhere))
-        )
+        kv = call.rows * self.layout.blocks_for(call.tokens) * self.layout.block_bytes
+        high = _smallest(lambda budget: bool(self._try(PoolGeometry(self.layout, budget), call)))
         # A pool is divided into at least 8 segments, of which one may be lost, so a little more can hold less. From 8/7
         # of what suffices on everything does: go down from there to the size from which on everything suffices.
         needed = -(-(high * 8 // 7 + self.queue_limit) // 2**20) + 1
         step = max(1, needed // 4096)  # beyond some GiB the last MiB interests nobody
-        while needed > step and self._try(self._pool((needed - step) * 2**20), rows, tokens, held_elsewhere):
+        while needed > step and self._try(self._pool((needed - step) * 2**20), call):
             needed -= step
         return (
-            f"{what} need {_mib(kv)} of KV and {_mib(self.layout.scratch_bytes(rows, tokens))} of device scratch; the tiers "
+            f"{call} need {_mib(kv)} of KV and {_mib(self.layout.scratch_bytes(1, least_scratch))} of device scratch; the tiers "
             f"hold {self.device.num_slots():,} blocks of {size} tokens on the device, {self.host_slots:,} in host memory "
             f"and {self.disk_slots:,} on disk ({_mib(self.layout.block_bytes)} each)"
-            + (f", {held_elsewhere:,} of them taken by other caches" if held_elsewhere else "")
+            + (f", {call.held_elsewhere:,} of them taken by other caches" if call.held_elsewhere else "")
             + f'; the smallest device.capacity that suffices is "{needed}MiB" with the other tiers as they are'
             + ("" if self.disk_slots else self._disk_hint())
         )
 
-    def _explain_bounce(self, rows: int, tokens: int) -> str:
+    def _explain_bounce(self, call: "_Call", least_scratch: int) -> str:
         """The host pool is smaller than one layer that is read from disk through it, whatever the device holds."""
         assert self.bounce is not None
         bounce, layout = self.bounce, self.layout
         least = _smallest(
-            lambda budget: replace(bounce, host=PoolGeometry(layout, budget)).slots_left(rows * tokens) >= 0
+            lambda budget: replace(bounce, host=PoolGeometry(layout, budget)).slots_left(least_scratch) >= 0
         )
         return (
-            f"{rows} sequence{'s' if rows > 1 else ''} of up to {tokens:,} tokens need "
-            f"{_mib(self.layout.scratch_bytes(rows, tokens))} of pinned memory through which layers come from disk, and "
+            f"{call} need {_mib(layout.scratch_bytes(1, least_scratch))} of pinned memory through which layers come from disk, and "
             f"the host pool has {_mib(bounce.host.allocated_bytes)} in all; give host.capacity for example "
             f'"{-(-least * 8 // 7 // 2**20) + 1}MiB", or set disk.capacity = 0'
         )

@@ -3,7 +3,7 @@
 One forward reads like this (``SequenceBatch.append`` in ``tierkv.sequences`` walks it):
 
     begin     the manager gives every new token a home and makes room; the reader starts fetching cold layers
-    append    per layer: new tokens go to their homes; the full K and V come back
+    append    per layer: new tokens go to their homes; the full K and V come back, or attention over them
     commit    the tokens are part of the sequences; background moves start
 """
 
@@ -16,9 +16,10 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, Self
 
 from tierkv.budgets import Budgets
-from tierkv.capacity import ScratchPlan
+from tierkv.capacity import Capacity, ScratchPlan
 from tierkv.config import CacheConfig
 from tierkv.errors import CapacityError, ClosedError, TierKVError
+from tierkv.fetch import Fetcher
 from tierkv.gate import ForwardGate
 from tierkv.interrupts import deferred_interrupt
 from tierkv.layout import BlockLayout
@@ -27,9 +28,11 @@ from tierkv.manager import TierManager
 from tierkv.metrics import Counters, Stats
 from tierkv.mover import Mover
 from tierkv.moves import Step
+from tierkv.paged import PagedReader
 from tierkv.placement import Keep
 from tierkv.prefetch import LayerReader
 from tierkv.report import make_stats
+from tierkv.scratch import Scratch
 from tierkv.sequences import SequenceBatch
 from tierkv.stores import Stores
 from tierkv.tier import Tier, Wire
@@ -61,6 +64,7 @@ class Engine:
         transfers: TransferEngine | None = None,
         stores: Stores | None = None,
         native_layers: int = 0,
+        gathered_because: str = "nothing attends over blocks here",
     ) -> None:
         """Allocate the pools and start the workers.
 
@@ -72,6 +76,7 @@ class Engine:
             transfers: another executor than the device's own (tests).
             stores: other stores than those the budgets ask for (tests).
             native_layers: cached layers of the model that are left to transformers, for the report.
+            gathered_because: why the paged path cannot be taken; empty where it can.
 
         Raises:
             ConfigError: a budget is too small for a single block, or the disk path cannot be used.
@@ -81,6 +86,7 @@ class Engine:
         self.budgets = budgets
         self.device = device
         self.native_layers = native_layers
+        self.gathered_because = gathered_because
         self.moved: dict[Wire, int] = {}
         self.gate = ForwardGate()
         self.open_batch: weakref.ref[SequenceBatch] | None = None
@@ -98,12 +104,15 @@ class Engine:
             raise
         # Also runs when the engine is collected or the interpreter exits, so that no spill file outlives a process.
         self._finalizer = weakref.finalize(self, _close_parts, self.transfers, self.stores, self._pid)
-        self.reader = LayerReader(layout, self.stores, self.transfers, self.count_copies, readers)
-        self.capacity = self.stores.capacity(config.transfer.layers_ahead)
+        self.scratch = Scratch(layout, self.stores)
+        self.fetcher = Fetcher(self.stores, self.scratch, self.transfers, self.count_copies, readers)
+        self.gathered = LayerReader(layout, self.stores.device, self.scratch, self.fetcher)
+        self.paged = PagedReader(layout, self.stores, self.scratch, self.fetcher)
+        self.capacity: Capacity = self.stores.capacity(config.transfer.layers_ahead)
         keep = Keep(config.placement.keep_first, config.placement.keep_recent)
         self.manager = TierManager(layout.block_size, self.stores.slots, self.stores.slots_per_segment, keep)
         self._mover = Mover(self.manager, self.stores, self.transfers, self.count_copies, self.disk_failed)
-        self.usage = Usage(self.stores, self.manager, self.reader)
+        self.usage = Usage(self.stores, self.manager, self.scratch)
 
     # -- what users call ------------------------------------------------------------------------------------------
 
@@ -117,20 +126,26 @@ class Engine:
     def stats(self) -> Stats:
         """Return a snapshot of where every byte is, what moved and what waited. Any thread; not after close."""
         self.check_open()
-        timings = {"stall_seconds": self.reader.stall_seconds, "tail_copies": self.manager.num_tail_copies}
+        timings = {"stall_seconds": self.fetcher.stall_seconds, "tail_copies": self.manager.num_tail_copies}
         return make_stats(self, Counters(**self._counts | timings), len(self._caches))
 
-    def reserve(self, batch: SequenceBatch, rows: int, tokens: int) -> None:
+    def reserve(self, batch: SequenceBatch, rows: int, tokens: int, *, paged: bool = False) -> None:
         """Make sure that ``batch`` can grow to ``rows`` sequences of ``tokens`` tokens, before anything is computed.
+
+        Args:
+            batch: that grows.
+            rows: sequences.
+            tokens: the longest they get.
+            paged: every forward will attend over blocks; those that gather after all make room by themselves.
 
         Raises:
             CapacityError: it cannot; the message names the smallest budget that suffices.
         """
         with self.exclusive():
             own = {block for table in batch.tables for block in table.blocks}
-            plan = self.capacity.plan(rows, tokens, self._live_blocks() - len(own))
+            plan = self.capacity.plan(rows, tokens, self._live_blocks() - len(own), paged=paged)
             enough = self.manager.pools[Tier.DEVICE].num_slots >= plan.device_slots
-            if not (self._live_blocks() and enough and self.reader.holds(plan.buffer_tokens)):
+            if not (self._live_blocks() and enough and self.scratch.holds(plan.buffer_tokens)):
                 self._divide(plan)
 
     def close(self) -> None:
@@ -172,10 +187,16 @@ class Engine:
             self._adopt_orphans()
             yield
 
-    def begin_step(self, batch: SequenceBatch, count: int) -> None:
+    def begin_step(self, batch: SequenceBatch, count: int, first_seen: Sequence[int] | None) -> None:
         """Give ``count`` new tokens of every row a home, waiting for room where needed, and start fetching.
 
         The batch has the step, in ``batch.step``, the moment it exists: an interrupt can never leave it to nobody.
+
+        Args:
+            batch: that grows.
+            count: new tokens of every row.
+            first_seen: per row the first token that is not padding, where the step attends over blocks; None where it
+                gathers.
 
         Raises:
             CapacityError: the tiers cannot hold them.
@@ -185,20 +206,34 @@ class Engine:
         self._adopt_orphans()  # their room is wanted, and a torn one's fetches must end before others begin
         length = batch.length + count
         too_few_slots = self.manager.pools[Tier.DEVICE].num_slots < self.capacity.least_slots(batch.rows)
-        if too_few_slots or not self.reader.holds(batch.rows * length):
-            self._grow_scratch(batch.rows, length)
+        paged = first_seen is not None
+        least = (self.layout.block_size if self.capacity.cold else 0) if paged else batch.rows * length
+        if too_few_slots or not self.scratch.holds(least):
+            self._grow_scratch(batch.rows, length, paged=paged)
         for _ in range(MAX_ROOM_ROUNDS):
             with deferred_interrupt():
                 self._mover.reap()
                 outcome = self.manager.begin(batch.tables, count)
                 if isinstance(outcome, Step):
                     batch.step = outcome
-                    self.reader.begin(outcome)
+                    if first_seen is None:
+                        self.gathered.begin(outcome)
+                    else:
+                        self.paged.begin(outcome, first_seen)
                     return
                 self._mover.submit(outcome.moves)
             self.count(room_waits=1)
             self._mover.wait()
         raise TierKVError("no room could be made: sequences keep taking each other's blocks; close some caches")
+
+    def end_reads(self, step: Step) -> None:
+        """Wait for fetches of ``step``, needed before its slots may be given up.
+
+        Raises:
+            TransferTimeout: one did not end in time; can be tried again.
+        """
+        self.gathered.end(step)
+        self.paged.end(step)
 
     def finish_step(self, step: Step) -> None:
         """Count a committed forward and start what may happen in the background."""
@@ -240,21 +275,21 @@ class Engine:
                 if step is not None:
                     for ticket in writes:
                         self.transfers.settle(ticket)
-                    self.reader.end(step)
+                    self.end_reads(step)
                 self._orphans.popleft()
                 if step is not None:
                     self.manager.rollback(step)
                 for table in tables:
                     self.manager.release(table)
 
-    def _grow_scratch(self, rows: int, tokens: int) -> None:
+    def _grow_scratch(self, rows: int, tokens: int, *, paged: bool) -> None:
         """A cache whose longest length nobody announced outgrew the scratch: enlarge it, generously where possible."""
         held = rows * self.layout.blocks_for(tokens)
         elsewhere = max(0, self._live_blocks() - held)
         try:
-            plan = self.capacity.plan(rows, tokens + tokens // 2, elsewhere)
+            plan = self.capacity.plan(rows, tokens + tokens // 2, elsewhere, paged=paged)
         except CapacityError:
-            plan = self.capacity.plan(rows, tokens, elsewhere)
+            plan = self.capacity.plan(rows, tokens, elsewhere, paged=paged)
         self._divide(plan)
 
     def _divide(self, plan: ScratchPlan) -> None:
@@ -266,8 +301,7 @@ class Engine:
                 room = self.manager.resize(Tier.HOST, plan.host_slots) if bounce else None
                 room = room or self.manager.resize(Tier.DEVICE, plan.device_slots)
                 if room is None and not (bounce and self.manager.moves):  # they may pass through what is lent anew
-                    self.stores.set_scratch(plan.scratch_tokens)
-                    self.reader.use_buffers(plan.num_buffers, plan.buffer_tokens)
+                    self.scratch.divide(plan)
                     return
                 self._mover.submit(room.moves if room else ())
             self._mover.wait()

@@ -1,7 +1,8 @@
 """SequenceBatch: the sequences of one cache, one block table a row, appended to layer by layer."""
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from tierkv.errors import (
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from tierkv.block_table import BlockTable
     from tierkv.engine import Engine
 
+    Layer = tuple[torch.Tensor, torch.Tensor]
+
 
 class SequenceBatch:
     """Rows of equal length over one engine's tiers. Made by ``Engine.open``; ``release`` gives everything back.
@@ -39,6 +42,7 @@ class SequenceBatch:
         self.step: Step | None = None
         self._next_layer = 0
         self._writes: list[Ticket] = []
+        self._new: Layer | None = None  # K and V that were appended to the layer before the next, until it has attended
         self._released = False
         self._entered = False
 
@@ -82,25 +86,69 @@ class SequenceBatch:
             UnsupportedModel: the tensors are not what the model's config promised.
             ClosedError: the engine is closed, or this is a forked child.
         """
-        engine = self.engine
-        self.check_usable()
-        if layer == 0:
-            self._begin(keys)
-        self._check(layer, keys, values)
-        assert self.step is not None
-        try:
-            self._write(layer, self.step, keys, values)
-            gathered = engine.reader.gather(layer, keys, values)
-        except RecordError as error:
-            engine.count(blocks_lost=1)
-            raise BlockLost(f"a block that only the disk tier held cannot be read back ({error})") from error
-        except StoreFull:
-            engine.disk_failed()
-            raise
-        self._next_layer = layer + 1
-        if self._next_layer == len(engine.layout.layers):
-            self._commit()
+        step = self._start_layer(layer, keys, values, None)
+        with self._tier_faults():
+            self._write(layer, step, keys, values)
+            gathered = self.engine.gathered.gather(layer, keys, values)
+        self._finish_layer(layer)
         return gathered
+
+    def append_paged(self, layer: int, keys: "torch.Tensor", values: "torch.Tensor", first_seen: Sequence[int]) -> None:
+        """Add the new tokens of one layer; ``attend`` or ``attended`` must follow before the next layer.
+
+        Args:
+            layer: position in the engine's layout; a forward passes each once, in order.
+            keys: ``[rows, kv_heads, tokens, key_dim]``, dense in the last dimension.
+            values: ``[rows, kv_heads, tokens, value_dim]``.
+            first_seen: per row the position of the first token that is not padding.
+
+        Raises:
+            As ``append``.
+        """
+        step = self._start_layer(layer, keys, values, first_seen)
+        with self._tier_faults():
+            if not self.engine.paged.append(layer, keys, values):
+                self._write(layer, step, keys, values)
+        self._new = keys, values
+
+    def attend(
+        self,
+        layer: int,
+        query: "torch.Tensor",
+        *,
+        scale: float,
+        softcap: float | None = None,
+        sinks: "torch.Tensor | None" = None,
+    ) -> "torch.Tensor":
+        """Return attention of the new tokens of a layer over all tokens; the last layer commits the forward.
+
+        Args:
+            layer: whose tokens were just appended.
+            query: ``[rows, query_heads, tokens, key_dim]``, of the dtype of K and V, dense in the last dimension.
+            scale: factor of the scores.
+            softcap: limit of the scores, or None.
+            sinks: a score ``[query_heads]`` that takes part in the softmax alone, or None.
+
+        Returns:
+            ``[rows, tokens, query_heads, value_dim]``, contiguous, of the query's dtype.
+
+        Raises:
+            BlockLost: a cold block cannot be read back.
+            TransferTimeout: a cold block did not arrive in time.
+            UnsafeCall: the layer's tokens were not appended.
+        """
+        self._check_appended(layer)
+        assert self._new is not None
+        with self._tier_faults():
+            out = self.engine.paged.attend(layer, query, *self._new, scale=scale, softcap=softcap, sinks=sinks)
+        self.attended(layer)
+        return out
+
+    def attended(self, layer: int) -> None:
+        """Note that a layer's attention was computed elsewhere, over the new tokens alone: there were none before."""
+        self._check_appended(layer)
+        self._new = None
+        self._finish_layer(layer)
 
     def rollback(self) -> bool:
         """Forget an open forward; return whether there was one."""
@@ -110,10 +158,10 @@ class SequenceBatch:
         try:
             with self.engine.exclusive():
                 self._drain_writes(torn=True)
-                self.engine.reader.end(step)
+                self.engine.end_reads(step)
                 with deferred_interrupt():
                     self.engine.manager.rollback(step)
-                    self.step = None
+                    self.step, self._new = None, None
             self.engine.count(torn_forwards=1)
         finally:
             if self.step is None:
@@ -189,7 +237,44 @@ class SequenceBatch:
 
     # -- the stages of a forward ----------------------------------------------------------------------------------
 
-    def _begin(self, keys: "torch.Tensor") -> None:
+    def _start_layer(
+        self, layer: int, keys: "torch.Tensor", values: "torch.Tensor", first_seen: Sequence[int] | None
+    ) -> Step:
+        self.check_usable()
+        if self._new is not None and layer:
+            raise UnsafeCall(
+                f"attention of layer {self.engine.layout.layers[self._next_layer].model_index} did not read the cache; set "
+                f'attention.path = "gathered" for this model'
+            )
+        if layer == 0:
+            self._begin(keys, first_seen)
+        self._check(layer, keys, values)
+        assert self.step is not None
+        return self.step
+
+    def _check_appended(self, layer: int) -> None:
+        if self._new is None or layer != self._next_layer:
+            model_index = self.engine.layout.layers[layer].model_index
+            raise UnsafeCall(f"layer {model_index} attends to a cache that was not given its new tokens")
+
+    def _finish_layer(self, layer: int) -> None:
+        self._next_layer = layer + 1
+        if self._next_layer == len(self.engine.layout.layers):
+            self._commit()
+
+    @contextmanager
+    def _tier_faults(self) -> Iterator[None]:
+        """Say what a failure of a tier means for the sequences."""
+        try:
+            yield
+        except RecordError as error:
+            self.engine.count(blocks_lost=1)
+            raise BlockLost(f"a block that only the disk tier held cannot be read back ({error})") from error
+        except StoreFull:
+            self.engine.disk_failed()
+            raise
+
+    def _begin(self, keys: "torch.Tensor", first_seen: Sequence[int] | None) -> None:
         self.rollback()
         rows, count = keys.shape[0], keys.shape[2]
         # Where nobody watches the model's forward (a part of it is called directly) the forward is entered here.
@@ -207,7 +292,7 @@ class SequenceBatch:
                     f"use cache.batch_repeat_interleave or cache.batch_select_indices first"
                 )
             self._next_layer = 0
-            self.engine.begin_step(self, count)
+            self.engine.begin_step(self, count, first_seen)
         finally:
             if self.step is None:
                 self._leave()
@@ -285,7 +370,7 @@ class SequenceBatch:
         step = self.step
         assert step is not None
         self._drain_writes()
-        self.engine.reader.end(step)
+        self.engine.end_reads(step)
         try:
             with deferred_interrupt():
                 self.engine.manager.commit(step)

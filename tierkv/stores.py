@@ -114,6 +114,11 @@ class Stores:
         return slots
 
     @property
+    def in_place(self) -> frozenset[Tier]:
+        """Tiers whose memory attention on the device can read where it is."""
+        return frozenset((Tier.DEVICE, Tier.HOST) if self.device.on_cpu and not self.bounce else (Tier.DEVICE,))
+
+    @property
     def bounce_slots(self) -> range:
         """Host slots through which whole blocks pass; the last usable ones, so they change with ``set_scratch``."""
         if self.host is None or self.bounce is None:
@@ -129,12 +134,13 @@ class Stores:
     def capacity(self, layers_ahead: int) -> Capacity:
         """Return what the tiers hold, for questions before a prefill."""
         host, disk = self.slots[Tier.HOST], self.slots[Tier.DISK]
+        cold = bool(disk or (host and Tier.HOST not in self.in_place))
         if self.host:
-            return Capacity(self.layout, self.device.geometry, host, disk, layers_ahead, bounce=self.bounce)
+            return Capacity(self.layout, self.device.geometry, host, disk, layers_ahead, cold, bounce=self.bounce)
         # A larger device budget has a larger queue and writes larger batches, for which a full disk keeps more room:
         # up to a 32nd of it. What is promised for one budget must hold for the one that a refusal names.
         disk -= -(-disk // 32)
-        return Capacity(self.layout, self.device.geometry, host, disk, layers_ahead, self.queue_limit)
+        return Capacity(self.layout, self.device.geometry, host, disk, layers_ahead, cold, self.queue_limit)
 
     def slab(self, tier: Tier) -> SlabStore:
         """Return the pool of a memory tier."""

@@ -6,7 +6,7 @@ from tierkv.tier import Tier
 
 if TYPE_CHECKING:
     from tierkv.manager import TierManager
-    from tierkv.prefetch import LayerReader
+    from tierkv.scratch import Scratch
     from tierkv.stores import Stores
 
 
@@ -17,11 +17,11 @@ class Usage:
     the operating system hands out its pages when they are first written, and resident memory grows with them.
     """
 
-    def __init__(self, stores: "Stores", manager: "TierManager", reader: "LayerReader") -> None:
+    def __init__(self, stores: "Stores", manager: "TierManager", scratch: "Scratch") -> None:
         """Watch the stores of an engine."""
         self._stores = stores
         self._manager = manager
-        self._reader = reader
+        self._scratch = scratch
         self._peak = dict.fromkeys(Tier, 0)
 
     def observe(self) -> None:
@@ -49,7 +49,7 @@ class Usage:
         layout = self._stores.layout
         touched = self._manager.pools[tier].touched * layout.block_bytes
         if tier is Tier.DEVICE or self._stores.bounce:
-            touched += layout.scratch_bytes(1, self._reader.scratch_tokens)
+            touched += layout.scratch_bytes(1, self._scratch.tokens)
         if tier is Tier.HOST and self._stores.bounce:
             touched += self._stores.bounce.blocks * layout.block_bytes
         return min(touched, slab.allocated_bytes)

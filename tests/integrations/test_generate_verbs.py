@@ -217,7 +217,7 @@ def test_without_a_length_the_default_is_reserved(lab, tiny_model):
     model, batch = tiny_model(), lab.prompt(1, 100)
     with lab.attach(model, tokens=120) as engine:
         assert torch.equal(model.generate(**batch, do_sample=False), lab.stock(model, **batch, do_sample=False))
-        assert engine.reader.holds(120)
+        assert engine.scratch.holds(120)
     with lab.attach(model, tokens=60, disk={"capacity": 0}), pytest.raises(tierkv.CapacityError):
         model.generate(**batch, do_sample=False)
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from tierkv.budgets import Budgets
+from tierkv.capacity import ScratchPlan
 from tierkv.config import CacheConfig, PlacementConfig, TransferConfig
 from tierkv.engine import Engine
 from tierkv.layout import BlockLayout, LayerSpec
@@ -80,9 +81,9 @@ def small_engine(
 def divide(engine: Engine, *, device_slots: int, num_buffers: int, buffer_tokens: int) -> None:
     """Give an engine without any blocks exactly so many device slots and scratch buffers."""
     assert engine.manager.resize(Tier.DEVICE, device_slots) is None
-    engine.stores.set_scratch(num_buffers * buffer_tokens)
+    host_slots = engine.manager.pools[Tier.HOST].num_slots
+    engine.scratch.divide(ScratchPlan(num_buffers, buffer_tokens, device_slots, host_slots))
     assert engine.stores.device.usable_slots >= device_slots
-    engine.reader.use_buffers(num_buffers, buffer_tokens)
 
 
 def random_tokens(layout: BlockLayout, rows: int, count: int, seed: int) -> list[Layer]:

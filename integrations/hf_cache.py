@@ -10,12 +10,13 @@ native layers.
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from transformers.cache_utils import DynamicCache
 
-from tierkv.errors import TornForward, UnsafeCall
+from tierkv.errors import TierKVError, TornForward, UnsafeCall
+from tierkv.integrations.hf_arguments import row_indices, whole_number
 from tierkv.integrations.hf_compat import can_crop, is_dummy
 from tierkv.integrations.hf_content import CacheContent, ForwardInputs
 from tierkv.integrations.hf_layer import TieredLayer
@@ -164,10 +165,10 @@ class TieredCache(DynamicCache):
         """Remove the last ``-tokens_to_remove`` tokens of every row. Must be at most 0; 0 still trims native layers.
 
         Raises:
-            UnsafeCall: positive, more tokens than the cache holds, or native layers that cannot go back.
+            UnsafeCall: no whole number, positive, more tokens than the cache holds, or native layers that cannot go back.
         """
-        self.sequences.check_usable()
         with self._changing():
+            tokens_to_remove = whole_number("crop takes minus the number of tokens to remove", tokens_to_remove)
             if tokens_to_remove > 0:
                 raise UnsafeCall(f"crop({tokens_to_remove}): pass how many tokens to remove as a negative number")
             length = self.sequences.length + tokens_to_remove
@@ -186,24 +187,39 @@ class TieredCache(DynamicCache):
                     layer.crop(tokens_to_remove)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Make row ``i`` what row ``beam_idx[i]`` is now: block tables move, no tensor is copied."""
-        self._select(beam_idx.tolist())
+        """Make row ``i`` what row ``beam_idx[i]`` is now: block tables move, no tensor is copied.
+
+        Args:
+            beam_idx: as the ``indices`` of ``batch_select_indices``; the names are those that transformers has for one verb.
+
+        Raises:
+            UnsafeCall: see ``batch_select_indices``.
+        """
+        self._select("reorder_cache", beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row ``repeats`` times, side by side; the copies share blocks."""
-        self._select([row for row in range(self.sequences.rows) for _ in range(repeats)])
+        """Repeat every row ``repeats`` times, side by side; the copies share blocks.
+
+        Raises:
+            UnsafeCall: ``repeats`` is no whole number, or less than 1.
+        """
+        with self._changing():
+            legal = "batch_repeat_interleave takes a whole number, at least 1"
+            repeats = whole_number(legal, repeats)
+            if repeats < 1:
+                raise UnsafeCall(f"{legal}, not {repeats}")
+            self._make_rows([row for row in range(self.sequences.rows) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the rows ``indices`` (integers or a bool mask), in that order."""
-        indices = torch.as_tensor(indices)
-        if indices.dtype == torch.bool:
-            if indices.shape != (self.sequences.rows,):
-                raise UnsafeCall(
-                    f"a bool mask over rows must have {self.sequences.rows} entries, not {tuple(indices.shape)}"
-                )
-            indices = indices.nonzero().flatten()
-        rows = self.sequences.rows
-        self._select([int(index) + (rows if index < 0 else 0) for index in indices.tolist()])
+        """Keep the rows ``indices``, in that order; one that is named twice is there twice, and the two share blocks.
+
+        Args:
+            indices: row numbers ``[chosen]``, int64 or int32, not negative; or a mask ``[rows]``, bool. Or a list of these.
+
+        Raises:
+            UnsafeCall: of another type or shape, no row at all, or a row that does not exist; nothing is changed then.
+        """
+        self._select("batch_select_indices", indices)
 
     @contextmanager
     def in_use(self, prepare: Callable[[], None]) -> Iterator[None]:
@@ -265,6 +281,12 @@ class TieredCache(DynamicCache):
             twin._place_layers()  # noqa: SLF001 - one of us
             return twin
 
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TierKVError(
+            "a tiered cache cannot be pickled: its KV lies in the tiers of this process; pickle the token ids and pass them "
+            "to generate again (copy.deepcopy(cache) forks it here)"
+        )
+
     @property
     def is_compileable(self) -> bool:
         """False: ``generate`` must not compile a model around threads and streams."""
@@ -275,17 +297,19 @@ class TieredCache(DynamicCache):
 
     # -- internals ------------------------------------------------------------------------------------------------
 
-    def _select(self, indices: Sequence[int]) -> None:
+    def _select(self, verb: str, indices: Any) -> None:
         with self._changing():
-            if not self.sequences.rows:
-                return
-            self.sequences.select(indices)
-            self.content.select(indices)
-            if not indices:
-                self.content = CacheContent()
-            index = torch.tensor(indices, dtype=torch.long)
-            for layer in self._native:
-                layer.reorder_cache(index)  # type: ignore[arg-type]
+            self._make_rows(row_indices(verb, indices, self.sequences.rows))
+
+    def _make_rows(self, chosen: Sequence[int]) -> None:
+        """Make row ``i`` what row ``chosen[i]`` is now."""
+        if not self.sequences.rows:
+            return
+        self.sequences.select(chosen)
+        self.content.select(chosen)
+        index = torch.tensor(chosen, dtype=torch.long)
+        for layer in self._native:
+            layer.reorder_cache(index)  # type: ignore[arg-type]
 
     @contextmanager
     def _changing(self) -> Iterator[None]:

@@ -7,13 +7,14 @@ cache longer than the prompt or of other content, assisted decoding or prompt lo
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from tierkv.errors import UnsafeCall
+from tierkv.integrations.hf_arguments import check_caches, check_prompt, check_settings
 from tierkv.integrations.hf_cache import TieredCache
 from tierkv.integrations.hf_compat import (
     CACHE_ARGUMENTS,
@@ -33,15 +34,15 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class GenerateCall:
-    """One call of ``generate``.
+    """One call of ``generate``. ``read`` finds out whose it is, and ``measure``, where it is tierkv's, the rest.
 
     Attributes:
         arguments: all arguments by name; the cache is always under ``cache``.
         config: the effective generation config.
-        ids: prompt ids ``[batch, tokens]``, or None where embeddings decide.
-        mask: the padding mask as passed, 2-D, or None.
         cache: the tiered cache that the user passed, or None.
         foreign: another cache that the user passed, or None.
+        ids: prompt ids ``[batch, tokens]``, or None where embeddings decide.
+        mask: the padding mask ``[batch, tokens or more]``, or None.
         batch: prompts.
         prompt_tokens: tokens of each prompt, as passed.
         repeats: rows per prompt (beams or returned sequences).
@@ -52,51 +53,64 @@ class GenerateCall:
 
     arguments: dict[str, Any]
     config: Any
-    ids: torch.Tensor | None
-    mask: torch.Tensor | None
     cache: TieredCache | None
     foreign: Any
-    batch: int
-    prompt_tokens: int
-    repeats: int
-    longest: int
-    drafts: bool
-    others: list[str]
+    ids: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
+    batch: int = 1
+    prompt_tokens: int = 1
+    repeats: int = 1
+    longest: int = 1
+    drafts: bool = False
+    others: list[str] = field(default_factory=list)
 
     @classmethod
     def read(cls, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "GenerateCall":
-        """Understand a call without running it.
+        """Find out whose call this is, without running it.
 
         Raises:
             TypeError: the arguments do not fit the signature of ``generate``.
+            UnsafeCall: a setting or a cache is of a type or value that no call can mean.
         """
         named = bound_arguments(args, kwargs)
-        given = [named.pop(name, None) for name in CACHE_ARGUMENTS]
-        chosen = next((cache for cache in given if cache is not None), None)
+        given = {name: value for name in CACHE_ARGUMENTS if (value := named.pop(name, None)) is not None}
+        chosen = check_caches(given)
+        check_settings(named)
         config, model_kwargs = effective_generation_config(model, named)
-        ids, embeds = named.get("input_ids"), named.get("inputs_embeds")
-        ids = named.get("inputs") if ids is None else ids
-        batch, tokens = (1, 1) if ids is None else (ids.shape[0], ids.shape[-1])
-        if embeds is not None:
-            ids = None
-            batch, tokens = embeds.shape[:2]
-        mask = named.get("attention_mask")
         if chosen is not None:
             named["cache"] = chosen
+        tiered = isinstance(chosen, TieredCache)
         return cls(
             arguments=named,
             config=config,
-            ids=ids,
-            mask=mask if mask is not None and mask.dim() == 2 else None,
-            cache=chosen if isinstance(chosen, TieredCache) else None,
-            foreign=None if isinstance(chosen, TieredCache) else chosen,
-            batch=batch,
-            prompt_tokens=tokens,
-            repeats=max(config.num_beams or 1, config.num_return_sequences or 1),
-            longest=max_length(model, config, named, tokens),
-            drafts=drafts_tokens(config, named.get("assistant_model")),
+            cache=chosen if tiered else None,
+            foreign=None if tiered else chosen,
             others=deciding_arguments(model_kwargs),
         )
+
+    def measure(self, model: PreTrainedModel) -> None:
+        """Find out how many rows of how many tokens the call is about.
+
+        Raises:
+            UnsafeCall: ids, embeddings, mask or positions are not what the model takes.
+        """
+        named, config = self.arguments, self.config
+        check_prompt(model, named)
+        ids, embeds = named.get("input_ids"), named.get("inputs_embeds")
+        ids = named.get("inputs") if ids is None else ids
+        if embeds is not None:
+            self.batch, self.prompt_tokens = embeds.shape[:2]
+        elif ids is not None:
+            self.ids = ids
+            self.batch, self.prompt_tokens = ids.shape[:2]
+        mask = named.get("attention_mask")
+        if mask is not None and mask.dim() == 2:
+            if ids is None and embeds is None:
+                self.batch = mask.shape[0]  # transformers makes so many prompts of one token
+            self.mask = mask.expand(self.batch, -1) if mask.shape[0] == 1 else mask
+        self.repeats = max(config.num_beams or 1, config.num_return_sequences or 1)
+        self.longest = max_length(model, config, named, self.prompt_tokens)
+        self.drafts = drafts_tokens(config, named.get("assistant_model"))
 
     @property
     def rows(self) -> int:
@@ -118,13 +132,13 @@ class GenerateCall:
         Raises:
             UnsafeCall: a tiered cache was passed to a call that would corrupt or ignore it.
         """
-        if self.config.use_cache is False:
+        if not self.config.use_cache:  # None and 0 too: only at the value True are single tokens fed (5.24)
             if self.cache is not None:
                 raise UnsafeCall(
-                    "use_cache=False with a cache appends the whole sequence at every token and gives wrong tokens; "
-                    "drop use_cache=False, or do not pass the cache"
+                    f"use_cache={self.config.use_cache!r} with a cache appends the whole sequence at every token and gives "
+                    f"wrong tokens; drop use_cache, or do not pass the cache"
                 )
-            return "use_cache=False asks for no cache"
+            return f"use_cache={self.config.use_cache!r} asks for no cache"
         if self.config.assistant_early_exit is not None:
             if self.cache is not None:
                 raise UnsafeCall(
@@ -167,7 +181,12 @@ class GenerateCall:
             return cache.reset
         if self.ids is None or self.ids.dim() != 2:
             raise UnsafeCall(
-                "inputs_embeds (or no input at all) cannot be compared with what the cache holds; pass ids, or an empty cache"
+                "inputs_embeds (or no 2-D ids at all) cannot be compared with what the cache holds; pass ids, or an empty cache"
+            )
+        if self.mask is not None and not bool(((self.mask == 0) | (self.mask == 1)).all()):
+            raise UnsafeCall(
+                "the attention mask holds other values than 0 and 1, which would place the cached tokens elsewhere; pass 0 for "
+                "padding and 1 for tokens"
             )
         rows = cache.sequences.rows
         if rows not in (self.batch, self.rows):

@@ -5,6 +5,7 @@ Checked: transformers 5.24. There ``cache=`` replaced ``past_key_values=``, ``cr
 """
 
 import inspect
+import math
 from functools import cache as cached
 from typing import Any, Final
 
@@ -127,6 +128,19 @@ def _kept_by(layer: Any) -> str:
     return "KV that other layers read" if isinstance(layer, DynamicLayer) else f"a {type(layer).__name__}"
 
 
+def num_cache_layers(model: PreTrainedModel) -> int:
+    """Return how many layers the model's cache has now; early exit lowers it while it drafts (5.24)."""
+    return len(DynamicCache(config=text_config(model)).layers)
+
+
+def vocabulary_size(model: PreTrainedModel) -> int | None:
+    """Return how many token ids a model has; None where others than those may stand for images and the like (5.24)."""
+    embedding = model.get_input_embeddings()
+    if text_config(model) is not model.config or not isinstance(embedding, torch.nn.Embedding):
+        return None
+    return embedding.num_embeddings
+
+
 def weights_stamp(model: PreTrainedModel) -> int:
     """Return a number that changes when a weight is replaced or written to in place. Reads no weight."""
     return hash(
@@ -216,19 +230,19 @@ def effective_mask(config: Any, ids: torch.Tensor, given: torch.Tensor | None) -
     """Return the padding mask ``[rows, tokens]`` that ``generate`` will use: without one it looks for pad ids (5.24)."""
     if given is not None:
         return given
-    ends = config.eos_token_id if isinstance(config.eos_token_id, list | tuple) else [config.eos_token_id]
-    if config.pad_token_id is None or config.pad_token_id in ends:
+    pad, ends = config.pad_token_id, config.eos_token_id
+    if pad is None or (ends is not None and bool((torch.as_tensor(ends) == torch.as_tensor(pad)).any())):
         return None
-    return ids != config.pad_token_id
+    return ids != pad
 
 
 def max_length(model: PreTrainedModel, config: Any, named: dict[str, Any], prompt_tokens: int) -> int:
     """Return the longest sequence, in tokens, that ``generate`` can produce with these arguments (5.24)."""
     if config.max_new_tokens is not None:
-        return prompt_tokens + int(config.max_new_tokens)
+        return prompt_tokens + math.ceil(config.max_new_tokens)
     given = named.get("generation_config")
     asked = [named.get("max_length"), getattr(given, "max_length", None), model.generation_config.max_length]
-    total = int(config.max_length)
+    total = math.ceil(config.max_length or 0)  # None where the caller says so: transformers has an error for that
     if all(length is None for length in asked):
         total += prompt_tokens  # the library's default counts new tokens
     return max(total, prompt_tokens + 1)

@@ -118,7 +118,7 @@ class CacheContent:
             return True
         if mask is None:
             return not self.padded
-        if mask.shape[0] != held.shape[0]:
+        if mask.shape[0] not in (1, held.shape[0]):  # one row stands for all
             return True  # the wrong number of rows is refused elsewhere
         count = min(held.shape[1], mask.shape[1])
         return bool((held[:, :count] == mask[:, :count].to(held.device, torch.bool)).all())

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tierkv.errors import UnsafeCall
+from tierkv.integrations.hf_arguments import FED, check_tensors
 from tierkv.integrations.hf_cache import TieredCache
 from tierkv.integrations.hf_compat import CACHE_ARGUMENTS, deciding_arguments, forward_parameters, weights_stamp
 from tierkv.integrations.hf_content import ForwardInputs
@@ -21,14 +22,12 @@ if TYPE_CHECKING:
 
 
 class WatchedForward:
-    """The wrapped ``forward`` of one module of the attached model; ``remove`` puts the old one back."""
+    """Stands in for the ``forward`` of one module of the attached model: ``wrapper`` is the function to call instead."""
 
     def __init__(self, engine: "ModelEngine", module: torch.nn.Module, *, outermost: bool) -> None:
-        """Wrap the forward of ``module``; ``outermost`` where no watched module contains it."""
+        """Wrap the forward of ``module``, changing nothing; ``outermost`` where no watched module contains it."""
         self._engine = engine
         self._outermost = outermost
-        self._module = module
-        self._overridden = module.__dict__.get("forward")
         self._inner = module.forward
         self._names = forward_parameters(module)
         run = torch.compiler.disable(self._run, recursive=False)
@@ -37,17 +36,7 @@ class WatchedForward:
         def forward(*args: Any, **kwargs: Any) -> Any:
             return run(args, kwargs)
 
-        self._wrapper = forward
-        module.forward = forward
-
-    def remove(self) -> None:
-        """Undo the wrapping, unless somebody else wrapped the forward again since; then it only passes calls on."""
-        if self._module.__dict__.get("forward") is not self._wrapper:
-            return
-        if self._overridden is None:
-            del self._module.forward
-        else:
-            self._module.forward = self._overridden
+        self.wrapper = forward
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         named = dict(zip(self._names, args, strict=False)) | kwargs
@@ -78,6 +67,7 @@ class WatchedForward:
 
     def _read(self, named: dict[str, Any]) -> ForwardInputs:
         """Find out what decides the KV of this forward."""
+        check_tensors(named, FED)
         mask, embeds = named.get("attention_mask"), named.get("inputs_embeds")
         ids = named.get("input_ids") if embeds is None else None
         fed = embeds if ids is None else ids

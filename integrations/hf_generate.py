@@ -9,8 +9,10 @@ import functools
 import logging
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, NoReturn, cast
 
+import torch
 from transformers import PreTrainedModel
 
 from tierkv.config import CacheConfig, load_config
@@ -18,20 +20,24 @@ from tierkv.engine import Engine
 from tierkv.errors import BlockLost, StoreFull, TierKVError, UnsafeCall, UnsupportedModel
 from tierkv.integrations.hf_cache import TieredCache
 from tierkv.integrations.hf_call import GenerateCall
-from tierkv.integrations.hf_compat import block_layout, text_config, watched_modules, weights_stamp
+from tierkv.integrations.hf_compat import block_layout, num_cache_layers, text_config, watched_modules, weights_stamp
 from tierkv.integrations.hf_forward import WatchedForward
+from tierkv.integrations.hf_override import Override
 from tierkv.integrations.hf_replay import Replay
 from tierkv.machine import resolve_budgets
 
 log = logging.getLogger(__name__)
 
-_ATTACHED = "_tierkv_engine"
+_ATTACHED = "tierkv_engine"
 
 
 def attach(
     model: PreTrainedModel, config: str | os.PathLike[str] | Mapping[str, Any] | CacheConfig | None = None
 ) -> "ModelEngine":
     """Wrap ``model.generate`` so that its KV cache lives in tiers; the tokens stay the same.
+
+    Until it is closed the engine is also ``model.tierkv_engine``, for whoever did not keep what ``attach`` returned.
+    A copy or a pickle of an attached model is an ordinary model, not attached.
 
     Args:
         model: a decoder-only transformers model on one device.
@@ -48,7 +54,7 @@ def attach(
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedModel(f"attach takes a transformers model, not {type(model).__name__}")
     if getattr(model, _ATTACHED, None) is not None:
-        raise TierKVError("tierkv is already attached to this model; close the engine that attach returned first")
+        raise TierKVError(f"tierkv is already attached to this model; call model.{_ATTACHED}.close() first")
     checked = load_config(config)
     layout, native_layers = block_layout(model, checked.block_size)
     budgets = resolve_budgets(checked, model.device)
@@ -62,7 +68,6 @@ class ModelEngine(Engine):
         """Make the engine and wrap the model; see ``Engine`` for the arguments. ``attach`` calls this."""
         super().__init__(*args, **kwargs)
         self.model = cast("Any", model)  # its type does not know the generate that GenerationMixin gives it
-        self._overridden = model.__dict__.get("generate")
         self._generate = self.model.generate
 
         @functools.wraps(self._generate)
@@ -70,37 +75,36 @@ class ModelEngine(Engine):
             """Stand in for ``model.generate``; same arguments, same result."""
             return self._run_call(args, kwargs)
 
-        self._wrapper = generate
-        self._watched = [WatchedForward(self, module, outermost=module is model) for module in watched_modules(model)]
-        self.model.generate = self._wrapper
-        setattr(model, _ATTACHED, self)
+        self._overrides = []
+        for module in watched_modules(model):
+            more = {"generate": generate, _ATTACHED: self} if module is model else {}
+            watched = WatchedForward(self, module, outermost=module is model)
+            self._overrides.append(Override(module, forward=watched.wrapper, **more))
 
     def new_cache(self) -> TieredCache:
         """Return an empty cache for one batch of sequences, to pass as ``generate(cache=...)``.
 
         Raises:
             ClosedError: the engine is closed, or this is a forked child.
+            UnsupportedModel: the model's config names other layers than when it was attached.
         """
+        if not self._has_its_layers():
+            raise UnsupportedModel(
+                "the model's config names other layers than when tierkv was attached to it; put it back as it was, or close "
+                "the engine and attach again"
+            )
         return TieredCache(self, text_config(self.model))
 
     def close(self) -> None:
         """Undo ``attach``, end the threads and remove the spill files. Idempotent."""
-        if getattr(self.model, _ATTACHED, None) is self:
-            for watched in self._watched:
-                watched.remove()
-            # Somebody else may have wrapped generate again since: then ours stays inside, and passes calls on.
-            if self.model.__dict__.get("generate") is self._wrapper:
-                if self._overridden is None:
-                    del self.model.generate
-                else:
-                    self.model.generate = self._overridden
-            delattr(self.model, _ATTACHED)
+        for override in self._overrides:
+            override.remove()
         super().close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise TierKVError(
-            "an engine, its caches and its model cannot be copied or pickled while attached; close the engine first "
-            "(copy.deepcopy of a cache forks it)"
+            "an engine cannot be copied or pickled: its threads, memory and files belong to this process; copy or pickle "
+            "the model, and attach to the copy"
         )
 
     __reduce_ex__ = __deepcopy__  # type: ignore[assignment]
@@ -111,18 +115,31 @@ class ModelEngine(Engine):
         self.check_open()
         call = GenerateCall.read(self.model, args, kwargs)
         reason = call.not_ours()
+        if not reason and call.cache is None and not self._has_its_layers():
+            reason = "it runs other layers than tierkv was attached to"  # early exit drafts so, with this very model
         if reason:
             log.warning("tierkv is attached but not used for this call: %s", reason)
             return self._generate(*args, **kwargs)
+        call.measure(self.model)
         if call.cache is None:
             return self._run_on_own_cache(call)
         if call.cache.engine is not self:
             raise UnsafeCall("the cache belongs to another engine; make one with this engine's new_cache()")
         if call.cache.sequences.length and call.cache.weights != weights_stamp(self.model):
             raise UnsafeCall("the model's weights have changed since this cache was filled; call cache.reset()")
-        cache = call.cache
+        cache, rows = call.cache, call.cache.sequences.rows
         with cache.in_use(lambda: self._prepare(call, cache)):
-            return self._generate(**call.arguments)
+            try:
+                return self._generate(**call.arguments)
+            except BaseException:
+                now = cache.sequences.rows
+                if 0 < rows < now:  # repeated for beams that came to nothing: any call may come next
+                    with suppress(TierKVError):  # a torn or closed cache says so when it is used
+                        cache.batch_select_indices(torch.arange(0, now, now // rows))
+                raise
+
+    def _has_its_layers(self) -> bool:
+        return num_cache_layers(self.model) == len(self.layout.layers) + self.native_layers
 
     def _prepare(self, call: GenerateCall, cache: TieredCache) -> None:
         """Make sure that a call on the user's cache is safe and fits, and only then change the cache for it."""

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import io
 import os
 import pickle
 import threading
@@ -41,6 +42,7 @@ def test_only_one_engine_a_model(lab, tiny_model):
     with lab.attach(tiny_model()) as engine:
         with pytest.raises(TierKVError, match="already attached"):
             tierkv.attach(tiny_model())
+        assert tiny_model().tierkv_engine is engine
         with lab.attach(tiny_model("qwen3")):
             engine.new_cache()
 
@@ -163,15 +165,63 @@ def test_a_forked_child(lab, tiny_model):
         assert torch.equal(model.generate(ids, cache=cache, **GREEDY), lab.stock(model, ids, **GREEDY))
 
 
-def test_an_attached_model_is_not_copied(lab, tiny_model):
-    """A copy would run the first model's engine, and so the first model."""
-    model = tiny_model()
+def test_an_engine_that_was_lost(lab, tiny_model):
+    """Whoever did not keep what attach returned finds the engine where the message says."""
+    model, batch = tiny_model(), lab.prompt(1, 100)
+    tierkv.attach(model)
+    gc.collect()
+    with pytest.raises(TierKVError, match=r"call model\.tierkv_engine\.close\(\) first"):
+        tierkv.attach(model)
+    model.tierkv_engine.close()
     with lab.attach(model):
-        with pytest.raises(TierKVError, match="close the engine first"):
-            copy.deepcopy(model)
-        with pytest.raises((TierKVError, pickle.PicklingError)):
-            pickle.dumps(model)
-    assert copy.deepcopy(model).generate is not model.generate
+        assert torch.equal(model.generate(**batch, **GREEDY), lab.stock(model, **batch, **GREEDY))
+    assert not hasattr(model, "tierkv_engine")
+
+
+def saved(model):
+    """Return what ``torch.load`` makes of a saved model."""
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_next"])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), saved])
+def test_a_copy_of_an_attached_model_is_an_ordinary_model(lab, tiny_model, family, copied):
+    model, batch = tiny_model(family), lab.prompt(1, 100)
+    with lab.attach(model) as engine:
+        ours = model.generate(**batch, **GREEDY)
+        before = engine.stats().counters.forwards
+        twin = copied(model)
+        for one, other in zip(model.modules(), twin.modules(), strict=True):
+            assert set(other.__dict__) == set(one.__dict__) - {"generate", "forward", "__getstate__", "tierkv_engine"}
+        with torch.no_grad():
+            next(twin.parameters()).zero_()  # its own weights, its own generate
+        changed = twin.generate(**batch, **GREEDY)
+        assert engine.stats().counters.forwards == before
+        assert torch.equal(changed, lab.stock(twin, **batch, **GREEDY))
+        assert torch.equal(model.generate(**batch, **GREEDY), ours)
+        with lab.attach(twin) as second:
+            assert torch.equal(twin.generate(**batch, **GREEDY), changed)
+            assert second.stats().counters.forwards > 0
+    assert torch.equal(copied(model).generate(**batch, **GREEDY), ours)
+
+
+def test_engines_and_caches_are_not_pickled(lab, tiny_model):
+    model, batch = tiny_model(), lab.prompt(1, 100)
+    with lab.attach(model) as engine:
+        cache = engine.new_cache()
+        ids = model.generate(**batch, cache=cache, **GREEDY)
+        for refused, message in ((engine, "an engine cannot be copied"), (cache, "a tiered cache cannot be pickled")):
+            for use in (pickle.dumps, copy.copy, lambda thing: torch.save(thing, io.BytesIO())):
+                with pytest.raises(TierKVError, match=message):
+                    use(refused)
+        with pytest.raises(TierKVError, match="an engine cannot be copied"):
+            copy.deepcopy(engine)
+        assert torch.equal(model.generate(ids, cache=cache, **GREEDY), lab.stock(model, ids, **GREEDY))
+    with pytest.raises(TierKVError, match="a tiered cache cannot be pickled"):
+        pickle.dumps(cache)
 
 
 def test_saving_an_attached_model(lab, tiny_model, tmp_path):

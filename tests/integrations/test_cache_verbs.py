@@ -1,6 +1,7 @@
 """One explicit cache used again and again: always the tokens of a fresh run over the whole text."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -140,7 +141,7 @@ def test_repeating_and_choosing_rows(lab, tiny_model, family):
         cache.batch_repeat_interleave(2)
         assert cache.sequences.rows == 6
         # Each choice is among the rows that the one before it left; the rows of the first call that remain are beside it.
-        for chosen, rows in (([5, 0, 3], [2, 0, 1]), ([-1, 1], [1, 0]), ([True, False], [1])):
+        for chosen, rows in (([5, 0, 3], [2, 0, 1]), ([2, 1], [1, 0]), ([True, False], [1])):
             cache.batch_select_indices(torch.tensor(chosen))
             ids = joined(first[rows], rows=len(rows))
             mask = grown(batch["attention_mask"][rows], ids)
@@ -148,10 +149,62 @@ def test_repeating_and_choosing_rows(lab, tiny_model, family):
                 model.generate(ids, attention_mask=mask, cache=copy.deepcopy(cache), **GREEDY),
                 lab.stock(model, ids, attention_mask=mask, **GREEDY),
             )
-        with pytest.raises(tierkv.UnsafeCall, match="do not fit"):
-            cache.batch_select_indices(torch.tensor([3]))
-        with pytest.raises(tierkv.UnsafeCall, match="1 entries"):
-            cache.batch_select_indices(torch.tensor([True, False]))
+
+
+BAD_ROWS: list[tuple[Any, str]] = [
+    (None, "not None"), ("x", "not the text 'x'"), (1, "not a tensor of int64"), ([[0]], "shape \\[1, 1\\]"),
+    (torch.tensor([0.0]), "not a tensor of float32"), (torch.tensor([0], dtype=torch.uint8), "not a tensor of uint8"),
+    (torch.tensor([]), "at least one"), ([], "at least one"), (torch.tensor([False, False]), "at least one"),
+    (torch.tensor([True]), "not 1 bools"), ([0, 2], "there is no row 2"), (torch.tensor([-1]), "there is no row -1"),
+    ([2**70], "not a list"), ({}, "not a dict"),
+]  # fmt: skip
+BAD_CALLS = [
+    *(("batch_select_indices", *bad) for bad in BAD_ROWS),
+    *(("reorder_cache", *bad) for bad in BAD_ROWS),
+    *(("batch_repeat_interleave", value, "at least 1, not") for value in (None, "a", 0, -1, 1.5, True, [2])),
+    *(("crop", value, "minus the number of tokens") for value in (None, "a", -2.5, True, [-1], torch.tensor([-1, -2]))),
+    ("crop", 3, "as a negative number"), ("crop", -1000, "holds only"),
+]  # fmt: skip
+
+
+def test_verbs_refuse_what_they_do_not_understand(filled, check):
+    model, _, cache, ids, _ = filled("qwen3_next", rows=2)
+    held = cache.sequences.rows, cache.get_seq_length()
+    for verb, value, message in BAD_CALLS:
+        with pytest.raises(tierkv.UnsafeCall, match=message) as refused:
+            getattr(cache, verb)(value)
+        assert str(refused.value).startswith(verb)
+        assert "\n" not in str(refused.value)
+        assert (cache.sequences.rows, cache.get_seq_length()) == held
+    check(model, cache, joined(ids, rows=2))
+
+
+@pytest.mark.parametrize("verb", ["batch_select_indices", "reorder_cache"])
+@pytest.mark.parametrize("choice", [[1, 0], torch.tensor([1, 0], dtype=torch.int32), torch.tensor([True, True])])
+def test_spellings_of_a_choice_of_rows(filled, check, verb, choice):
+    model, _, cache, ids, _ = filled(rows=2)
+    getattr(cache, verb)(choice)
+    rows = torch.as_tensor(choice)
+    check(model, cache, joined(ids[rows if rows.dtype == torch.bool else rows.long()], rows=2))
+
+
+def test_verbs_on_an_empty_cache(lab, tiny_model):
+    """Nothing to do, as with DynamicCache; what no cache could do is refused all the same."""
+    with lab.attach(tiny_model()) as engine:
+        cache = engine.new_cache()
+        cache.crop(0)
+        cache.batch_repeat_interleave(torch.tensor(3))
+        cache.reorder_cache(torch.tensor([5, 1]))
+        cache.batch_select_indices(torch.tensor([True, False]))
+        for use in (
+            lambda: cache.crop(-1),
+            lambda: cache.batch_repeat_interleave(0),
+            lambda: cache.reorder_cache(torch.tensor([-1])),
+            lambda: cache.batch_select_indices("x"),
+        ):
+            with pytest.raises(tierkv.UnsafeCall):
+                use()
+        assert (cache.sequences.rows, cache.get_seq_length()) == (0, 0)
 
 
 @HYBRID_TOO

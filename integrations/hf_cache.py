@@ -1,7 +1,8 @@
-"""TieredCache: a transformers cache whose layers live in the tiers. The gathered read path.
+"""TieredCache: a transformers cache whose layers live in the tiers.
 
-``update`` returns a layer's full K and V, byte for byte what ``DynamicCache`` would return, so any model and any
-attention implementation can use it. Layers that are not plain growing attention stay native to transformers.
+On the gathered path ``update`` returns a layer's full K and V, byte for byte what ``DynamicCache`` would return, so any
+model and any attention implementation can use it; on the paged path attention reads the blocks (``hf_attention``).
+Layers that are not plain growing attention stay native to transformers.
 
 The container owns the block tables: ``crop``, ``reorder_cache`` and the other verbs change them once and then call the
 native layers.
@@ -74,8 +75,18 @@ class TieredCache(DynamicCache):
                 "rolled back; call cache.reset() and pass the full ids again"
             )
 
-    def begin_forward(self, inputs: ForwardInputs) -> None:
+    @property
+    def attends_in_place(self) -> bool:
+        """Whether attention of the forward under way must read the tokens that the cache already holds by itself."""
+        return self.sequences.first_seen is not None and self._length_before > 0
+
+    def begin_forward(self, inputs: ForwardInputs, first_seen: Sequence[int] | None = None) -> None:
         """Tell the cache that a forward begins. Called by the attached model's wrapped forward.
+
+        Args:
+            inputs: what decides the KV that it computes.
+            first_seen: per row the first token that is not padding (empty: none is) where attention reads blocks, None
+                where it is given whole layers.
 
         Raises:
             TornForward: an earlier forward was interrupted and native layers cannot be rolled back.
@@ -94,6 +105,7 @@ class TieredCache(DynamicCache):
                 "the whole sequence, cached tokens included, or call cache.reset()"
             )
         self._length_before = length
+        self.sequences.first_seen = first_seen
         self._open = inputs
 
     def end_forward(self, *, completed: bool) -> None:
@@ -104,7 +116,11 @@ class TieredCache(DynamicCache):
         """
         if self._open is None:
             return
-        self._open = None
+        inputs, self._open = self._open, None
+        if self.sequences.length > self.content.length:
+            self.content.append(
+                inputs, self.sequences.rows, self.sequences.length - self.content.length, self.engine.device
+            )
         partial = self.sequences.step is not None
         if self.engine.closed or (completed and not partial):
             return
@@ -135,13 +151,10 @@ class TieredCache(DynamicCache):
 
         Returns:
             K and V as ``DynamicCache`` would return them. For tiered layers they are scratch, valid until this layer's
-            attention has run.
+            attention has run. Where attention reads blocks by itself, only the new tokens' K and V.
         """
-        inputs = self._check_watched()
-        gathered = self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
-        if self.sequences.length > self.content.length:  # the last tiered layer has just committed the forward
-            self.content.append(inputs, key_states.shape[0], key_states.shape[2], key_states.device)
-        return gathered
+        self._check_watched()
+        return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
 
     def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Update a native layer; see ``Cache.update_conv_state``."""

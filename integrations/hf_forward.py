@@ -6,14 +6,23 @@ inside it (which somebody may call directly), are wrapped; hooks would not do, s
 """
 
 import functools
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tierkv.errors import UnsafeCall
 from tierkv.integrations.hf_arguments import FED, check_tensors
+from tierkv.integrations.hf_attention import AttentionSwitch, first_seen
 from tierkv.integrations.hf_cache import TieredCache
-from tierkv.integrations.hf_compat import CACHE_ARGUMENTS, deciding_arguments, forward_parameters, weights_stamp
+from tierkv.integrations.hf_compat import (
+    CACHE_ARGUMENTS,
+    deciding_arguments,
+    forward_parameters,
+    text_config,
+    weights_stamp,
+)
 from tierkv.integrations.hf_content import ForwardInputs
 from tierkv.interrupts import deferred_interrupt
 
@@ -28,8 +37,10 @@ class WatchedForward:
         """Wrap the forward of ``module``, changing nothing; ``outermost`` where no watched module contains it."""
         self._engine = engine
         self._outermost = outermost
+        self._module = module
         self._inner = module.forward
         self._names = forward_parameters(module)
+        self._switch = AttentionSwitch(text_config(engine.model))
         run = torch.compiler.disable(self._run, recursive=False)
 
         @functools.wraps(self._inner)
@@ -42,7 +53,13 @@ class WatchedForward:
         named = dict(zip(self._names, args, strict=False)) | kwargs
         cache = next((named[name] for name in CACHE_ARGUMENTS if named.get(name) is not None), None)
         nested = isinstance(cache, TieredCache) and cache.in_forward and not self._outermost
-        if not isinstance(cache, TieredCache) or nested or self._engine.closed:
+        if not isinstance(cache, TieredCache):
+            # Attention of the model is switched while a tiered forward runs, so another thread's must wait for its end.
+            with (
+                nullcontext() if self._engine.gathered_because or self._engine.closed else self._engine.gate.exclusive()
+            ):
+                return self._inner(*args, **kwargs)
+        if nested or self._engine.closed:
             return self._inner(*args, **kwargs)
         if cache.engine is not self._engine:
             raise UnsafeCall(
@@ -54,16 +71,27 @@ class WatchedForward:
             cache.engine.gate.enter()
             if not cache.sequences.length:
                 cache.weights = weights_stamp(self._engine.model)
-            cache.begin_forward(self._read(named))
+            inputs = self._read(named)
+            cache.begin_forward(inputs, self._first_seen(inputs, named))
+            if cache.attends_in_place:
+                self._switch.on()
             output = self._inner(*args, **kwargs)
             completed = True
         finally:
             with deferred_interrupt():
+                self._switch.off()
                 try:
                     cache.end_forward(completed=completed)
                 finally:
                     cache.engine.gate.leave()
         return output
+
+    def _first_seen(self, inputs: ForwardInputs, named: dict[str, Any]) -> Sequence[int] | None:
+        """Return where each row begins, if this forward can attend over blocks; otherwise None."""
+        wants_weights = named.get("output_attentions") or getattr(self._engine.model.config, "output_attentions", False)
+        if self._engine.gathered_because or self._module.training or wants_weights:
+            return None
+        return first_seen(inputs)
 
     def _read(self, named: dict[str, Any]) -> ForwardInputs:
         """Find out what decides the KV of this forward."""

@@ -18,12 +18,22 @@ from transformers import PreTrainedModel
 from tierkv.config import CacheConfig, load_config
 from tierkv.engine import Engine
 from tierkv.errors import BlockLost, StoreFull, TierKVError, UnsafeCall, UnsupportedModel
+from tierkv.integrations.hf_attention import first_seen, why_gathered
 from tierkv.integrations.hf_cache import TieredCache
 from tierkv.integrations.hf_call import GenerateCall
-from tierkv.integrations.hf_compat import block_layout, num_cache_layers, text_config, watched_modules, weights_stamp
+from tierkv.integrations.hf_compat import (
+    block_layout,
+    effective_mask,
+    num_cache_layers,
+    text_config,
+    watched_modules,
+    weights_stamp,
+)
+from tierkv.integrations.hf_content import ForwardInputs
 from tierkv.integrations.hf_forward import WatchedForward
 from tierkv.integrations.hf_override import Override
 from tierkv.integrations.hf_replay import Replay
+from tierkv.layout import BlockLayout
 from tierkv.machine import resolve_budgets
 
 log = logging.getLogger(__name__)
@@ -58,7 +68,24 @@ def attach(
     checked = load_config(config)
     layout, native_layers = block_layout(model, checked.block_size)
     budgets = resolve_budgets(checked, model.device)
-    return ModelEngine(model, layout, checked, budgets, model.device, native_layers=native_layers)
+    return ModelEngine(
+        model,
+        layout,
+        checked,
+        budgets,
+        model.device,
+        native_layers=native_layers,
+        gathered_because=_why_gathered(model, checked, layout),
+    )
+
+
+def _why_gathered(model: PreTrainedModel, config: CacheConfig, layout: BlockLayout) -> str:
+    if config.attention.path == "gathered":
+        return 'attention.path = "gathered" asks for it'
+    reason = why_gathered(model, text_config(model), layout)
+    if reason and config.attention.path == "paged":
+        raise UnsupportedModel(f'attention.path = "paged" is not possible: {reason}; use "auto" or "gathered"')
+    return reason
 
 
 class ModelEngine(Engine):
@@ -141,10 +168,17 @@ class ModelEngine(Engine):
     def _has_its_layers(self) -> bool:
         return num_cache_layers(self.model) == len(self.layout.layers) + self.native_layers
 
+    def _attends_in_place(self, call: GenerateCall) -> bool:
+        """Whether every forward of a call can be expected to attend over blocks."""
+        mask = effective_mask(call.config, call.ids, call.mask) if call.ids is not None else call.mask
+        return not (self.gathered_because or call.others or call.config.output_attentions) and (
+            first_seen(ForwardInputs(call.prompt_tokens, mask=mask)) is not None
+        )
+
     def _prepare(self, call: GenerateCall, cache: TieredCache) -> None:
         """Make sure that a call on the user's cache is safe and fits, and only then change the cache for it."""
         change = call.make_safe(cache)
-        self.reserve(cache.sequences, call.rows, call.longest)
+        self.reserve(cache.sequences, call.rows, call.longest, paged=self._attends_in_place(call))
         change()
 
     def _run_on_own_cache(self, call: GenerateCall) -> Any:
@@ -153,7 +187,7 @@ class ModelEngine(Engine):
         call.use(cache)
         handed_over = False
         try:
-            self.reserve(cache.sequences, call.rows, call.longest)
+            self.reserve(cache.sequences, call.rows, call.longest, paged=self._attends_in_place(call))
             replay = Replay(call.arguments, self.device)
             output = None
             try:
@@ -163,7 +197,7 @@ class ModelEngine(Engine):
             if output is None:  # outside the handler, which keeps everything alive that the first run computed
                 self.count(recomputes=1)
                 cache.reset()
-                self.reserve(cache.sequences, call.rows, call.longest)
+                self.reserve(cache.sequences, call.rows, call.longest, paged=self._attends_in_place(call))
                 replay.start_over()
                 output = self._generate(**call.arguments)
             handed_over = call.returns_cache

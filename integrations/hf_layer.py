@@ -6,6 +6,7 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from tierkv.errors import UnsafeCall
+from tierkv.integrations.hf_attention import HANDLE
 
 if TYPE_CHECKING:
     from tierkv.sequences import SequenceBatch
@@ -70,10 +71,22 @@ class TieredLayer(CacheLayerMixin):
         key_states: torch.Tensor,
         value_states: torch.Tensor,
         *args: Any,  # noqa: ARG002
-        **kwargs: Any,  # noqa: ARG002
+        **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append to this layer and return all its K and V; see ``TieredCache.update``, which calls it."""
-        return self._sequences.append(self._position, key_states, value_states)
+        """Append to this layer and return what attention shall be given; see ``TieredCache.update``, which calls it."""
+        sequences, position = self._sequences, self._position
+        if sequences.first_seen is None:
+            return sequences.append(position, key_states, value_states)
+        sequences.append_paged(position, key_states, value_states)
+        if not sequences.length:  # nothing but the new tokens, which any attention can read
+            sequences.attended(position)
+        else:
+            kwargs["kwargs"][HANDLE] = self
+        return key_states, value_states
+
+    def attend(self, query: torch.Tensor, **how: Any) -> torch.Tensor:
+        """Return attention over all tokens of this layer; see ``SequenceBatch.attend``."""
+        return self._sequences.attend(self._position, query, **how)
 
     def get_seq_length(self) -> int:
         """Return the committed length: a torn forward does not count."""

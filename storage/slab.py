@@ -67,13 +67,15 @@ class SlabStore(BlockStore):
                 return _page_locked(self, elements, self._dtype)
             return torch.empty(elements, dtype=self._dtype, device=device)
 
-        self._flat = [
-            (
-                allocate(tokens * len(group.members) * group.kv_heads * group.key_dim),
-                allocate(tokens * len(group.members) * group.kv_heads * group.value_dim),
-            )
-            for group in layout.groups
-        ]
+        # Workers write to it, and outside the caller's inference mode an inference tensor cannot be written to.
+        with torch.inference_mode(mode=False):
+            self._flat = [
+                (
+                    allocate(tokens * len(group.members) * group.kv_heads * group.key_dim),
+                    allocate(tokens * len(group.members) * group.kv_heads * group.value_dim),
+                )
+                for group in layout.groups
+            ]
         self._pools = [self._shape(group, *flat) for group, flat in enumerate(self._flat)]
 
     def _shape(self, group: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

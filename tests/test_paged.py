@@ -58,7 +58,8 @@ class Bench:
         return torch.randn(shape, generator=generator).to(getattr(torch, self.layout.dtype)).transpose(1, 2)
 
     def append(self, layer, new):
-        self.batch.append_paged(layer, *new[layer], self.pads)
+        self.batch.first_seen = self.pads
+        self.batch.append_paged(layer, *new[layer])
 
     def attend(self, layer, query, **how):
         return self.batch.attend(layer, query, scale=0.4, **how)

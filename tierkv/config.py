@@ -21,7 +21,6 @@ from tierkv.errors import ConfigError
 from tierkv.sizes import parse_size, show
 
 NOT_YET: Final[Mapping[str, tuple[object, ...]]] = {
-    "attention.path": ("paged",),
     "attention.cold_read": ("compute", "promote"),
     "prefix.share": (False,),
     "prefix.persist": (True,),
@@ -241,7 +240,9 @@ def load_config(
         values, origin = read_file(source, environ)
     origins: dict[str, str] = {}
     unknown = []
-    for name in sorted(name for name in environ if name.startswith(PREFIX) and name not in OTHER_ENVIRONMENT):
+    # In any case: who writes tierkv_block_size means a setting, and would look for the reason elsewhere.
+    ours = (name for name in environ if name.upper().startswith(PREFIX) and name not in OTHER_ENVIRONMENT)
+    for name in sorted(ours):
         key = _VARIABLES.get(name)
         if key is None:
             unknown.append(WORDING.unknown_variable(name))

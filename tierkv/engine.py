@@ -235,9 +235,9 @@ class Engine:
         self.gathered.end(step)
         self.paged.end(step)
 
-    def finish_step(self, step: Step) -> None:
+    def finish_step(self, step: Step, *, paged: bool) -> None:
         """Count a committed forward and start what may happen in the background."""
-        self.count(forwards=1, tokens=step.count * len(step.tables))
+        self.count(forwards=1, paged_forwards=int(paged), tokens=step.count * len(step.tables))
         self.usage.observe()
         with deferred_interrupt():
             self._mover.reap()

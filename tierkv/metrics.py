@@ -30,6 +30,8 @@ class Counters:
     """Committed forwards through tiered caches."""
     torn_forwards: int = 0
     """Forwards that were interrupted and rolled back."""
+    paged_forwards: int = 0
+    """Those of them whose attention read blocks where they lie, or had nothing to read but its own tokens."""
     tokens: int = 0
     """Tokens appended to tiered caches, summed over rows."""
     stall_seconds: float = 0.0
@@ -61,7 +63,7 @@ class Stats:
     caches: int
     """Open caches of this engine."""
     read_path: str
-    """How attention reads the cache: ``gathered``."""
+    """How attention reads the cache: ``paged`` over the blocks, or ``gathered`` whole layers."""
     read_path_reason: str
     """Why that path was taken."""
     tiered_layers: int

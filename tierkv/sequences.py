@@ -33,6 +33,13 @@ class SequenceBatch:
     """Rows of equal length over one engine's tiers. Made by ``Engine.open``; ``release`` gives everything back.
 
     ``length`` is always the committed length: a forward that was torn leaves it where it was.
+
+    Attributes:
+        engine: whose tiers these are.
+        tables: the block table of each row.
+        step: the forward that is under way, or None.
+        first_seen: how the next forward is read. None: gathered. Otherwise over blocks, and per row this is the position
+            of the first token that is not padding; empty where there is no padding.
     """
 
     def __init__(self, engine: "Engine") -> None:
@@ -40,6 +47,7 @@ class SequenceBatch:
         self.engine = engine
         self.tables: list[BlockTable] = []
         self.step: Step | None = None
+        self.first_seen: Sequence[int] | None = None
         self._next_layer = 0
         self._writes: list[Ticket] = []
         self._new: Layer | None = None  # K and V that were appended to the layer before the next, until it has attended
@@ -93,19 +101,18 @@ class SequenceBatch:
         self._finish_layer(layer)
         return gathered
 
-    def append_paged(self, layer: int, keys: "torch.Tensor", values: "torch.Tensor", first_seen: Sequence[int]) -> None:
+    def append_paged(self, layer: int, keys: "torch.Tensor", values: "torch.Tensor") -> None:
         """Add the new tokens of one layer; ``attend`` or ``attended`` must follow before the next layer.
 
         Args:
             layer: position in the engine's layout; a forward passes each once, in order.
             keys: ``[rows, kv_heads, tokens, key_dim]``, dense in the last dimension.
             values: ``[rows, kv_heads, tokens, value_dim]``.
-            first_seen: per row the position of the first token that is not padding.
 
         Raises:
             As ``append``.
         """
-        step = self._start_layer(layer, keys, values, first_seen)
+        step = self._start_layer(layer, keys, values, self.first_seen or [0] * keys.shape[0])
         with self._tier_faults():
             if not self.engine.paged.append(layer, keys, values):
                 self._write(layer, step, keys, values)
@@ -375,7 +382,7 @@ class SequenceBatch:
             with deferred_interrupt():
                 self.engine.manager.commit(step)
                 self.step = None
-            self.engine.finish_step(step)
+            self.engine.finish_step(step, paged=self.first_seen is not None)
         finally:
             if self.step is None:
                 self._leave()

@@ -278,3 +278,16 @@ def test_threads(lab, tiny_model, family):
         assert not isinstance(results, BaseException), results
         first, second = expected[index]
         assert all(torch.equal(a, b) for a, b in zip(results, [first, second, second, first], strict=True))
+
+
+def test_an_engine_made_in_inference_mode_works_outside_of_it(lab, tiny_model):
+    model, batch = tiny_model(), lab.prompt(1, 155)
+    expected = lab.stock(model, **batch, max_new_tokens=10, do_sample=False)
+    with torch.inference_mode():
+        attached = lab.attach(model, tokens=180)
+        engine = attached.__enter__()
+    try:
+        assert torch.equal(model.generate(**batch, max_new_tokens=10, do_sample=False), expected)
+        assert engine.stats().tiers["host"].peak_bytes > 0
+    finally:
+        attached.__exit__(None, None, None)

@@ -1,4 +1,4 @@
-"""Every family of models: the same tokens and the same logits, bit for bit, while the KV lies in three tiers."""
+"""Every family of models, gathered: the same tokens and logits, bit for bit, while the KV lies in three tiers."""
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ PECULIAR = (
     "gemma2", "mixtral", "qwen2_sliding", "llama4", "bloom", "gpt2", "cohere2", "falcon_new", "gemma3n", "gemma4", "jamba",
     "lfm2",
 )  # fmt: skip
+GATHERED = {"path": "gathered"}
 NEW = {"max_new_tokens": 24, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
 
 
@@ -30,7 +31,7 @@ def assert_identical(lab, model, batch, rows=1, **settings):
     """Run stock and tiered; compare every token and every logit; the sequence must lie in all three tiers."""
     settings = NEW | settings
     stock = lab.stock(model, **batch, **settings)
-    with lab.attach(model, rows=rows, tokens=180) as engine:
+    with lab.attach(model, rows=rows, tokens=180, attention=GATHERED) as engine:
         ours = model.generate(**batch, **settings)
         blocks = {tier: now.blocks for tier, now in engine.stats().tiers.items()}
     assert torch.equal(ours.sequences, stock.sequences)
@@ -83,7 +84,7 @@ def test_a_prompt_shorter_than_the_window(lab, tiny_model, family):
     batch, settings = lab.prompt(2, 11, pads=(0, 3)), NEW | {"max_new_tokens": 40}
     model = tiny_model(family)
     stock = lab.stock(model, **batch, **settings)
-    with lab.attach(model, rows=2, tokens=60, spare=0):
+    with lab.attach(model, rows=2, tokens=60, spare=0, attention=GATHERED):
         ours = model.generate(**batch, **settings)
     assert all(torch.equal(a, b) for a, b in zip(ours.logits, stock.logits, strict=True))
 

@@ -218,7 +218,7 @@ def test_without_a_length_the_default_is_reserved(lab, tiny_model):
     with lab.attach(model, tokens=120) as engine:
         assert torch.equal(model.generate(**batch, do_sample=False), lab.stock(model, **batch, do_sample=False))
         assert engine.scratch.holds(120)
-    with lab.attach(model, tokens=60, disk={"capacity": 0}), pytest.raises(tierkv.CapacityError):
+    with lab.attach(model, tokens=20, spare=0, disk={"capacity": 0}), pytest.raises(tierkv.CapacityError):
         model.generate(**batch, do_sample=False)
 
 

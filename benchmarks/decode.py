@@ -6,6 +6,7 @@ caches are filled first and then take turns, so that a machine that slows down s
 the logits of every exact cache are compared with those of ``DynamicCache``.
 """
 
+import copy
 import os
 import statistics
 import time
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel, QuantizedCache, StaticCache
@@ -269,14 +270,9 @@ def _tiered(
 
 
 def _twin(model: PreTrainedModel) -> PreTrainedModel:
-    """Return another model object that shares the weights."""
-    with torch.device("meta"):
-        twin = type(model)(model.config.__class__.from_dict(model.config.to_dict()))
-    twin.load_state_dict(model.state_dict(), assign=True)
-    twin.tie_weights()
-    for (_, own), (_, other) in zip(twin.named_buffers(), model.named_buffers(), strict=True):
-        own.data = other.data
-    return cast("PreTrainedModel", twin.to(model.dtype).eval())
+    """Return another model object over the same weights."""
+    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, shared)
 
 
 def _anonymous(engine: Any) -> int:

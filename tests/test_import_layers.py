@@ -23,7 +23,7 @@ LAYERS = (
     ("block_pool", "block_table", "moves", "places", "placement", "eviction", "transfer"),
     ("manager",),
     ("prefetch", "paged", "fetch", "scratch", "stores"),
-    ("gate", "machine", "mover", "usage", "report", "sequences", "engine"),
+    ("gate", "machine", "mover", "usage", "report", "new_tokens", "sequences", "engine"),
     ("integrations",),
     ("__init__", "cost", "plan", "tune", "simulate", "testing", "benchmarks"),
     ("cli", "__main__"),

@@ -10,21 +10,19 @@ from tierkv.errors import (
     ClosedError,
     RecordError,
     StoreFull,
-    TransferTimeout,
     UnsafeCall,
-    UnsupportedModel,
 )
 from tierkv.interrupts import deferred_interrupt
 from tierkv.moves import Step
+from tierkv.new_tokens import check_tokens, write_tokens
 from tierkv.prefetch import read_committed
-from tierkv.tier import Tier, Wire
-from tierkv.transfer import Copy, Ticket
 
 if TYPE_CHECKING:
     import torch
 
     from tierkv.block_table import BlockTable
     from tierkv.engine import Engine
+    from tierkv.transfer import Ticket
 
     Layer = tuple[torch.Tensor, torch.Tensor]
 
@@ -255,9 +253,14 @@ class SequenceBatch:
             )
         if layer == 0:
             self._begin(keys, first_seen)
-        self._check(layer, keys, values)
-        assert self.step is not None
-        return self.step
+        step = self.step
+        if step is None or layer != self._next_layer:
+            model_index = self.engine.layout.layers[layer].model_index
+            raise UnsafeCall(
+                f"layer {model_index} came to the cache out of order; every forward must pass all layers in turn"
+            )
+        check_tokens(self.engine.layout, self.engine.device, layer, self.rows, step.count, keys, values)
+        return step
 
     def _check_appended(self, layer: int) -> None:
         if self._new is None or layer != self._next_layer:
@@ -312,64 +315,13 @@ class SequenceBatch:
             torn.rollback()
         self.engine.open_batch = weakref.ref(self)
 
-    def _check(self, layer: int, keys: "torch.Tensor", values: "torch.Tensor") -> None:
-        step, layout = self.step, self.engine.layout
-        spec = layout.layers[layer]
-        if step is None or layer != self._next_layer:
-            raise UnsafeCall(
-                f"layer {spec.model_index} came to the cache out of order; every forward must pass all layers in turn"
-            )
-        rows, tokens = self.rows, step.count
-        expected = ((rows, spec.kv_heads, tokens, spec.key_dim), (rows, spec.kv_heads, tokens, spec.value_dim))
-        got = (tuple(keys.shape), tuple(values.shape))
-        if got != expected:
-            raise UnsupportedModel(
-                f"layer {spec.model_index} hands the cache K {got[0]} and V {got[1]}; its config promises {expected[0]} "
-                f"and {expected[1]}, so this model cannot be tiered"
-            )
-        dtype = str(keys.dtype).removeprefix("torch.")
-        if dtype != layout.dtype or values.dtype != keys.dtype:
-            raise UnsupportedModel(
-                f"layer {spec.model_index} hands the cache {dtype} keys and the pools are {layout.dtype}; "
-                f"do not use autocast, and attach again after the model's dtype has changed"
-            )
-        if keys.device != self.engine.device:
-            raise UnsupportedModel(
-                f"K arrives on {keys.device} and the tiers belong to {self.engine.device}; use one device"
-            )
-        if keys.requires_grad or values.requires_grad:
-            raise UnsafeCall("a tiered cache has no gradients; run the model under torch.no_grad()")
-
     def _write(self, layer: int, step: Step, keys: "torch.Tensor", values: "torch.Tensor") -> None:
         """Put the new tokens of a layer where they will live."""
         engine = self.engine
-        num_bytes = engine.layout.token_bytes_of(layer)
-        copies = []
-        for row, extents in enumerate(step.writes):
-            for extent in extents:
-                at = slice(extent.start - step.start, extent.stop - step.start)
-                row_keys, row_values = keys[row, :, at], values[row, :, at]
-                tokens = extent.stop - extent.start
-                if extent.tier is Tier.DEVICE:
-                    engine.stores.device.write(layer, extent.run, row_keys, row_values, extent.first_token)
-                    continue
-                wire = Wire(Tier.DEVICE, extent.tier)
-                if extent.tier is Tier.HOST:
-                    host_keys, host_values = engine.stores.slab(Tier.HOST).views(
-                        layer, extent.run, extent.first_token, tokens
-                    )
-                    pairs = [(host_keys, row_keys), (host_values, row_values)]
-                    copies.append(Copy(wire, tokens * num_bytes, pairs))
-                else:
-                    try:
-                        engine.stores.disk_store.write(layer, extent.run, row_keys, row_values)
-                    except TransferTimeout as error:
-                        raise StoreFull(f"the disk tier takes nothing any more: {error}") from error
-                    engine.count_copies([Copy(wire, tokens * num_bytes)])
+        copies = write_tokens(engine.stores, layer, step, keys, values, engine.count_copies)
         # Each layer's tensors live until they are copied: at most two layers' at a time.
         self._drain_writes()
         if copies:
-            engine.count_copies(copies)
             with deferred_interrupt():  # a copy under way that nobody knows of could outlive its slots
                 self._writes.append(engine.transfers.submit(copies))
 

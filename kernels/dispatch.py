@@ -1,7 +1,6 @@
 """Which kernel runs: chosen here and nowhere else, by the device that holds the query."""
 
 from collections.abc import Sequence
-from types import ModuleType
 
 import torch
 
@@ -19,9 +18,15 @@ def unsupported(device: torch.device, dtype: torch.dtype, key_dim: int, value_di
         value_dim: numbers of a head's value.
         group: query heads of a KV head.
     """
-    if device.type != "cpu":
-        return f"there are no paged attention kernels for {device.type} devices in this version"
-    return cpu.unsupported(dtype, key_dim, value_dim, group)
+    if device.type == "cpu":
+        return cpu.unsupported(dtype, key_dim, value_dim, group)
+    if device.type != "cuda":
+        return f"there are no paged attention kernels for {device.type} devices"
+    try:
+        from tierkv.kernels import triton_attention
+    except ImportError:
+        return "triton is not installed, and paged attention on CUDA is written in it"
+    return triton_attention.unsupported(dtype, key_dim, value_dim)
 
 
 def attention(
@@ -39,14 +44,22 @@ def attention(
     Returns:
         Float32 output ``[rows, queries, query_heads, value_dim]`` and log-sum-exp ``[rows, queries, query_heads]``.
     """
-    return _kernels(query).attention(  # type: ignore[no-any-return]
-        query, runs, member, start=start, scale=scale, window=window, softcap=softcap
-    )
+    how = {"start": start, "scale": scale, "window": window, "softcap": softcap}
+    if _on_cpu(query):
+        return cpu.attention(query, runs, member, **how)  # type: ignore[arg-type]
+    from tierkv.kernels import triton_attention
+
+    return triton_attention.attention(query, runs, member, starts=runs.starts, **how)  # type: ignore[arg-type]
 
 
 def append(keys: torch.Tensor, values: torch.Tensor, runs: Runs, member: int) -> None:
     """Write new tokens of one layer to where ``runs`` says they live; see ``cpu.append``."""
-    _kernels(keys).append(keys, values, runs, member)
+    if _on_cpu(keys):
+        cpu.append(keys, values, runs, member)
+        return
+    from tierkv.kernels import triton_copy
+
+    triton_copy.append(keys, values, runs, member, starts=runs.starts)
 
 
 def merge(
@@ -55,10 +68,13 @@ def merge(
     """Combine attention over disjoint sets of tokens; see ``reference.merge``."""
     if len(parts) == 1 and sinks is None:
         return parts[0]
-    return reference.merge(parts, sinks)
+    if _on_cpu(parts[0][0]):
+        return reference.merge(parts, sinks)
+    from tierkv.kernels import triton_merge
+
+    outs, lses = (torch.stack(tensors) for tensors in zip(*parts, strict=True))
+    return triton_merge.merge(outs, lses, sinks)
 
 
-def _kernels(tensor: torch.Tensor) -> ModuleType:
-    if tensor.device.type == "cpu":
-        return cpu
-    raise ValueError(f"there are no paged attention kernels for {tensor.device.type} devices in this version")
+def _on_cpu(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu"

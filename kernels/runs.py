@@ -5,7 +5,7 @@ may lie in different pools or buffers, so one launch reads device memory, staged
 without a copy. All layers of a group share one table: layer ``member`` lies ``member`` strides further.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 import torch
@@ -37,6 +37,8 @@ class Runs:
         key_dim: numbers of a head's key.
         value_dim: numbers of a head's value.
         dtype: of K and V.
+        starts: int64 ``[runs + 1]``: tokens before each run, over all rows, and all tokens; same device. May be left out
+            where the CPU reads the table.
         memory: the tensors that the addresses point into, kept alive as long as the table.
     """
 
@@ -48,9 +50,15 @@ class Runs:
     key_dim: int
     value_dim: int
     dtype: torch.dtype
+    starts: torch.Tensor | None = None
     memory: tuple[torch.Tensor, ...] = field(default=(), repr=False)
 
     @property
     def rows(self) -> int:
         """Sequences."""
         return self.row_starts.numel() - 1
+
+    def cpu(self) -> "Runs":
+        """Return the table where the CPU can read it; the memory must be such that it can read that too."""
+        starts = None if self.starts is None else self.starts.cpu()
+        return replace(self, table=self.table.cpu(), row_starts=self.row_starts.cpu(), starts=starts)

@@ -31,13 +31,14 @@ class Bench:
 
     def __init__(
         self, layout="plain", *, device_slots=2, host_slots=3, buffers=2, buffer_tokens=8, rows=1, disk=True,
-        dtype="float32", bounce=False, pads=None, transfers=None,
+        dtype="float32", bounce=False, pads=None, transfers=None, cold_read="auto",
     ):  # fmt: skip
         self.layout = small_layout(layout, dtype)
         self.transfers = transfers or ManualTransfers()
         self.disk = FaultyStore(DictStore(self.layout)) if disk else None
         self.engine = small_engine(
-            self.layout, device_tokens=1000, host_tokens=1000, disk=self.disk, transfers=self.transfers, bounce=bounce
+            self.layout, device_tokens=1000, host_tokens=1000, disk=self.disk, transfers=self.transfers, bounce=bounce,
+            cold_read=cold_read,
         )  # fmt: skip
         for slab in (self.engine.stores.device, self.engine.stores.host):
             for flat in itertools.chain(*slab._flat):
@@ -162,6 +163,7 @@ def test_random_forwards_with_copies_that_end_at_random(make, seed):
         buffer_tokens=rng.randint(4, 30),
         rows=rows,
         bounce=rng.random() < 0.5,
+        cold_read=rng.choice(("auto", "stream", "compute", "promote")),
         pads=[rng.choice((0, 0, 3, 7)) for _ in range(rows)],
     )
     while bench.plain.length < 40:
@@ -208,13 +210,28 @@ def test_without_waiting_for_a_fetch_the_result_would_be_poison(make, monkeypatc
     bench.forward(1)
 
 
-def test_memory_that_a_cpu_can_read_is_not_copied(make):
-    bench = make("plain", host_slots=100, disk=False)
+@pytest.mark.parametrize("cold_read", ["auto", "compute"])
+def test_memory_that_a_cpu_can_read_is_not_copied(make, cold_read):
+    bench = make("plain", host_slots=100, disk=False, cold_read=cold_read)
     for count in (40, 1, 1, 5):
         bench.forward(count)
     assert bench.engine.manager.census()[Tier.HOST][0] > 0
     assert Wire(Tier.HOST, Tier.DEVICE) not in bench.engine.moved
     assert bench.engine.fetcher.stall_seconds == 0
+
+
+@pytest.mark.parametrize(("cold_read", "promoted"), [("stream", False), ("promote", True), ("auto", True)])
+def test_blocks_move_up_for_good_only_where_that_is_wanted(make, cold_read, promoted):
+    bench = make("plain", host_slots=100, disk=False, cold_read=cold_read)
+    for count in (40, 1):
+        bench.forward(count)
+    assert bench.engine.manager.resize(Tier.DEVICE, 20) is None
+    below = bench.engine.manager.census()[Tier.HOST][0]
+    for _ in range(3):
+        bench.forward(1)
+        bench.transfers.finish_some(random.Random(0))
+    bench.forward(1)
+    assert (bench.engine.manager.census()[Tier.HOST][0] < below) == promoted
 
 
 def test_a_context_may_be_many_times_larger_than_the_scratch():

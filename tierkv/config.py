@@ -21,7 +21,6 @@ from tierkv.errors import ConfigError
 from tierkv.sizes import parse_size, show
 
 NOT_YET: Final[Mapping[str, tuple[object, ...]]] = {
-    "attention.cold_read": ("compute", "promote"),
     "prefix.share": (False,),
     "prefix.persist": (True,),
 }

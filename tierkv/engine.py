@@ -107,10 +107,17 @@ class Engine:
         self.scratch = Scratch(layout, self.stores)
         self.fetcher = Fetcher(self.stores, self.scratch, self.transfers, self.count_copies, readers)
         self.gathered = LayerReader(layout, self.stores.device, self.scratch, self.fetcher)
-        self.paged = PagedReader(layout, self.stores, self.scratch, self.fetcher)
-        self.capacity: Capacity = self.stores.capacity(config.transfer.layers_ahead)
+        cold_read = config.attention.cold_read
+        self.paged = PagedReader(layout, self.stores, self.scratch, self.fetcher, self.stores.host_is_read(cold_read))
+        self.capacity: Capacity = self.stores.capacity(config.transfer.layers_ahead, cold_read)
         keep = Keep(config.placement.keep_first, config.placement.keep_recent)
-        self.manager = TierManager(layout.block_size, self.stores.slots, self.stores.slots_per_segment, keep)
+        self.manager = TierManager(
+            layout.block_size,
+            self.stores.slots,
+            self.stores.slots_per_segment,
+            keep,
+            promotes=cold_read in ("auto", "promote"),
+        )
         self._mover = Mover(self.manager, self.stores, self.transfers, self.count_copies, self.disk_failed)
         self.usage = Usage(self.stores, self.manager, self.scratch)
 

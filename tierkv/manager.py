@@ -38,7 +38,13 @@ class TierManager:
     """Decides without I/O. Not thread-safe: one owner calls it, executors report through that owner."""
 
     def __init__(
-        self, block_size: int, slots: Mapping[Tier, int], slots_per_segment: Mapping[Tier, int], keep: Keep
+        self,
+        block_size: int,
+        slots: Mapping[Tier, int],
+        slots_per_segment: Mapping[Tier, int],
+        keep: Keep,
+        *,
+        promotes: bool = True,
     ) -> None:
         """Make a manager of empty tiers.
 
@@ -47,9 +53,11 @@ class TierManager:
             slots: how many blocks each tier can hold; 0 or absent turns the tier off.
             slots_per_segment: neighbouring slots of each tier, see ``BlockPool``.
             keep: the blocks of every sequence that stay on the device.
+            promotes: whether cold blocks move up for good where there is room.
         """
         self.block_size = block_size
         self.keep = keep
+        self.promotes = promotes
         self.slots_per_segment = {tier: slots_per_segment.get(tier, 1) for tier in Tier}
         self.places = Places(slots, self.slots_per_segment)
         self.pools, self.moves, self._steps = self.places.pools, self.places.moves, self.places.steps
@@ -156,7 +164,7 @@ class TierManager:
                     place = self.places.take_below(Tier.DEVICE)
                     if place is not None:
                         moves.append(self.places.start(block, *place, evicts=False))
-        elif device.free > 2 * len(tables):
+        elif self.promotes and device.free > 2 * len(tables):
             for table in tables:
                 cold = (b for b in table.blocks if b.slots and Tier.DEVICE not in b.slots and not b.arriving)
                 for block in cold:

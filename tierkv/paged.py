@@ -1,14 +1,16 @@
 """PagedReader: attention over blocks where they lie, and over cold ones as they arrive. The paged read path.
 
 No layer is ever assembled. What attention can read in place (the device pool, and on a CPU the host pool too) is attended
-in one launch over its runs; what lies below comes chunk by chunk through a ring of scratch buffers, fetched ahead of need
-through all layers of the step, and each chunk's partial result is merged by its log-sum-exp. So a context may exceed the
-device by any factor: the scratch is as large as a chunk, not as a layer.
+in one launch over its runs. Blocks in host memory may be attended by the CPU meanwhile, where they lie. What lies below
+comes chunk by chunk through a ring of scratch buffers, fetched ahead of need through all layers of the step. Partial
+results are merged by their log-sum-exp. So a context may exceed the device by any factor: the scratch is as large as a
+chunk, not as a layer.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 from tierkv.block_table import Extent
 from tierkv.fetch import Fetcher, Piece, clip
@@ -35,23 +37,32 @@ class _Plan:
 
     Attributes:
         first: the first position that the step's first query sees.
-        in_place: per row, what attention reads where it lies.
+        in_place: per row, what attention on the device reads where it lies.
+        by_cpu: per row, what the CPU attends to in host memory.
         chunks: what arrives together: pieces of at most one buffer, as ``(row, extent)``.
-        runs: the tables of ``in_place``, by layer group.
+        runs: the tables of ``in_place`` and ``by_cpu``, by layer group and whether the CPU reads them.
         arriving: the tables of chunks, by layer group, chunk and buffer.
     """
 
     first: int
     in_place: list[list[Extent]]
+    by_cpu: list[list[Extent]]
     chunks: list[list[tuple[int, Extent]]]
-    runs: "dict[int, Runs]" = field(default_factory=dict)
+    runs: "dict[tuple[int, bool], Runs]" = field(default_factory=dict)
     arriving: "dict[tuple[int, int, int], Runs]" = field(default_factory=dict)
 
 
 class PagedReader:
     """Attends layer by layer within one step at a time. Called by the thread that runs the model."""
 
-    def __init__(self, layout: BlockLayout, stores: "Stores", scratch: Scratch, fetcher: Fetcher) -> None:
+    def __init__(
+        self,
+        layout: BlockLayout,
+        stores: "Stores",
+        scratch: Scratch,
+        fetcher: Fetcher,
+        host_is_read: Literal["in place", "by the CPU", "streamed"],
+    ) -> None:
         """Make a reader over an engine's stores.
 
         Args:
@@ -59,12 +70,14 @@ class PagedReader:
             stores: whose memory is read in place where the device can.
             scratch: the ring that cold tokens pass through.
             fetcher: brings them there.
+            host_is_read: how blocks in host memory are; see ``Stores.host_is_read``.
         """
         self._layout = layout
         self._stores = stores
         self._scratch = scratch
         self._fetcher = fetcher
-        self._in_place = stores.in_place
+        self._in_place = {Tier.DEVICE, Tier.HOST} if host_is_read == "in place" else {Tier.DEVICE}
+        self._by_cpu = {Tier.HOST} if host_is_read == "by the CPU" else set()
         self._step: Step | None = None
         self._first_seen: Sequence[int] = ()
         self._own_in_place = False
@@ -107,7 +120,7 @@ class PagedReader:
         assert self._step is not None
         group, member = self._layout.group_of[layer]
         if group not in self._new:
-            self._new[group] = self._runs_in_place(group, self._step.writes)
+            self._new[group] = self._runs_in_pools(group, self._step.writes)
         dispatch.append(keys, values, self._new[group], member)
         return True
 
@@ -153,9 +166,15 @@ class PagedReader:
                 query, runs, member, start=step.start, scale=scale, window=window, softcap=softcap
             )
 
-        if group not in plan.runs:
-            plan.runs[group] = self._runs_in_place(group, plan.in_place)
-        parts = [attention(plan.runs[group], member)]
+        # Taken before the device has more to do, which the copy would wait for.
+        query_there = query.cpu() if any(plan.by_cpu) else query
+        parts = [attention(self._runs_of(plan, group), member)]
+        if any(plan.by_cpu):
+            part = dispatch.attention(
+                query_there, self._runs_of(plan, group, by_cpu=True), member,
+                start=step.start, scale=scale, window=window, softcap=softcap,
+            )  # fmt: skip
+            parts.append((part[0].to(query.device), part[1].to(query.device)))
         if not self._own_in_place:
             parts.append(attention(self._runs_of_new(group, keys, values), 0))
         for chunk in range(len(plan.chunks)):
@@ -192,13 +211,14 @@ class PagedReader:
         step = self._step
         assert step is not None
         first = 0 if window is None else max(0, step.start - window + 1)
-        plan = _Plan(first, [], [])
+        plan = _Plan(first, [], [], [])
         room = 0
         for row, extents in enumerate(step.reads):
             seen = clip(extents, max(first, self._first_seen[row]), step.start)
             plan.in_place.append([extent for extent in seen if extent.tier in self._in_place])
+            plan.by_cpu.append([extent for extent in seen if extent.tier in self._by_cpu])
             for extent in seen:
-                if extent.tier in self._in_place:
+                if extent.tier in self._in_place or extent.tier in self._by_cpu:
                     continue
                 for piece in self._cut(extent):
                     tokens = piece.stop - piece.start
@@ -238,7 +258,15 @@ class PagedReader:
 
     # -- tables -----------------------------------------------------------------------------------------------------
 
-    def _runs_in_place(self, group: int, rows: Sequence[Sequence[Extent]]) -> "Runs":
+    def _runs_of(self, plan: _Plan, group: int, *, by_cpu: bool = False) -> "Runs":
+        """Return the table of what the device, or the CPU, reads where it lies. All layers of a group share it."""
+        key = group, by_cpu
+        if key not in plan.runs:
+            runs = self._runs_in_pools(group, plan.by_cpu if by_cpu else plan.in_place)
+            plan.runs[key] = runs.cpu() if by_cpu else runs
+        return plan.runs[key]
+
+    def _runs_in_pools(self, group: int, rows: Sequence[Sequence[Extent]]) -> "Runs":
         lines = [
             [self._stores.slab(e.tier).line(group, e.run, e.first_token, e.stop - e.start, e.start) for e in extents]
             for extents in rows
@@ -278,15 +306,17 @@ class PagedReader:
         from tierkv.kernels.runs import Column, Runs
 
         spec, device = self._layout.groups[group], self._stores.device.device
-        starts, most = [0], 0
-        for row in lines:
-            starts.append(starts[-1] + len(row))
-            most = max(most, sum(line[Column.TOKENS] for line in row))
-        table = torch.tensor([line for row in lines for line in row], dtype=torch.int64).view(-1, len(Column))
+        flat = [line for row in lines for line in row]
+        row_starts = [0, *itertools.accumulate(map(len, lines))]
+        starts = [0, *itertools.accumulate(line[Column.TOKENS] for line in flat)]
+        table, row_starts_there, starts_there = (
+            torch.tensor(numbers, dtype=torch.int64).to(device) for numbers in (flat, row_starts, starts)
+        )
         return Runs(
-            table=table.to(device),
-            row_starts=torch.tensor(starts, dtype=torch.int64).to(device),
-            most_tokens=most,
+            table=table.view(-1, len(Column)),
+            row_starts=row_starts_there,
+            starts=starts_there,
+            most_tokens=max(starts[end] - starts[begin] for begin, end in itertools.pairwise(row_starts)),
             members=len(spec.members),
             kv_heads=spec.kv_heads,
             key_dim=spec.key_dim,

@@ -4,7 +4,7 @@ import logging
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from tierkv.budgets import Budgets
 from tierkv.capacity import Bounce, Capacity, queue_bytes
@@ -113,10 +113,17 @@ class Stores:
             slots[Tier.HOST] -= self.bounce.blocks
         return slots
 
-    @property
-    def in_place(self) -> frozenset[Tier]:
-        """Tiers whose memory attention on the device can read where it is."""
-        return frozenset((Tier.DEVICE, Tier.HOST) if self.device.on_cpu and not self.bounce else (Tier.DEVICE,))
+    def host_is_read(self, cold_read: str) -> "Literal['in place', 'by the CPU', 'streamed']":
+        """Return how the paged path reads blocks in host memory, with ``attention.cold_read`` as configured.
+
+        In place: the device is a CPU, so both pools are one memory to it. By the CPU: attention over these blocks is
+        computed there and merged. Streamed: through buffers on the device.
+        """
+        if cold_read == "compute":
+            return "by the CPU"
+        if cold_read == "auto" and self.device.on_cpu and not self.bounce:
+            return "in place"
+        return "streamed"
 
     @property
     def bounce_slots(self) -> range:
@@ -131,10 +138,10 @@ class Stores:
         host = self.host.slots_per_segment if self.host else 1
         return {Tier.DEVICE: self.device.slots_per_segment, Tier.HOST: host, Tier.DISK: DISK_RUN}
 
-    def capacity(self, layers_ahead: int) -> Capacity:
+    def capacity(self, layers_ahead: int, cold_read: str) -> Capacity:
         """Return what the tiers hold, for questions before a prefill."""
         host, disk = self.slots[Tier.HOST], self.slots[Tier.DISK]
-        cold = bool(disk or (host and Tier.HOST not in self.in_place))
+        cold = bool(disk or (host and self.host_is_read(cold_read) == "streamed"))
         if self.host:
             return Capacity(self.layout, self.device.geometry, host, disk, layers_ahead, cold, bounce=self.bounce)
         # A larger device budget has a larger queue and writes larger batches, for which a full disk keeps more room:

@@ -173,7 +173,8 @@ def test_a_stock_forward_of_another_thread_never_meets_the_other_attention(lab, 
     model, batch = tiny_model(), lab.prompt(1, 60)
     stock = lab.stock(model, **batch, **NEW)
     settings = NEW | {"use_cache": True}
-    results, errors = [], []
+    results: list[torch.Tensor] = []
+    errors: list[BaseException] = []
 
     def run(cache_of):
         try:

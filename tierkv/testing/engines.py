@@ -1,12 +1,13 @@
 """Small engines for tests, and the cache without any tiers that they are compared with."""
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 
 from tierkv.budgets import Budgets
 from tierkv.capacity import ScratchPlan
-from tierkv.config import CacheConfig, PlacementConfig, TransferConfig
+from tierkv.config import AttentionConfig, CacheConfig, PlacementConfig, TransferConfig
 from tierkv.engine import Engine
 from tierkv.layout import BlockLayout, LayerSpec
 from tierkv.sequences import SequenceBatch
@@ -44,6 +45,7 @@ def small_engine(
     layers_ahead: int = 2,
     keep: tuple[int, int] = (1, 1),
     bounce: bool = False,
+    cold_read: Literal["auto", "stream", "compute", "promote"] = "auto",
 ) -> Engine:
     """Return an engine on the CPU.
 
@@ -57,6 +59,7 @@ def small_engine(
         layers_ahead: layers to fetch ahead where there is room.
         keep: first and most recent blocks that stay on the device.
         bounce: let device and disk meet in the host pool, as on a machine with a GPU.
+        cold_read: how the paged path reads what lies below the device.
     """
     cpu = torch.device("cpu")
     device_bytes, host_bytes = device_tokens * layout.token_bytes, host_tokens * layout.token_bytes
@@ -65,6 +68,7 @@ def small_engine(
     config = CacheConfig(
         placement=PlacementConfig(keep_first=keep[0], keep_recent=keep[1]),
         transfer=TransferConfig(layers_ahead=layers_ahead),
+        attention=AttentionConfig(cold_read=cold_read),
     )
     lender = Tier.HOST if host else Tier.DEVICE
     budgets = Budgets(

@@ -24,11 +24,19 @@ import torch
 import transformers
 import xxhash
 from huggingface_hub import HfApi, try_to_load_from_cache
-from huggingface_hub.errors import OfflineModeIsEnabled, RepositoryNotFoundError
+from huggingface_hub.errors import OfflineModeIsEnabled, RepositoryNotFoundError, StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from tierkv.errors import ConfigError, UnsupportedModel
+from tierkv.errors import ConfigError
+from tierkv.integrations.hf_files import (
+    check_folder,
+    check_gguf,
+    check_weights,
+    first_line,
+    model_error,
+    tokenizer_error,
+)
 from tierkv.layout import DTYPE_BYTES
 
 log = logging.getLogger(__name__)
@@ -42,7 +50,7 @@ _HUB_ID: Final = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 # What transformers, gguf and safetensors raise for a model that is damaged, incomplete or not what it claims to be.
 _LOAD_ERRORS: Final = (
     OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, RuntimeError, NotImplementedError,
-    struct.error, SafetensorError,
+    ArithmeticError, AssertionError, ImportError, struct.error, SafetensorError, StrictDataclassError,
 )  # fmt: skip
 
 Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
@@ -120,10 +128,10 @@ def _find(source: str) -> Path | str:
     except RuntimeError:
         raise ConfigError(f"{source}: unknown home folder ({legal})") from None
     if path.is_dir():
-        _check_folder(path)
+        check_folder(path)
         return path
     if path.is_file():
-        _check_gguf(path)
+        check_gguf(path)
         return path
     looks_like_path = path.suffix in {".gguf", ".safetensors", ".bin"} or source[0] in "./~"
     if looks_like_path or path.exists() or not _HUB_ID.fullmatch(source):
@@ -142,28 +150,6 @@ def _bundled(name: str) -> Path:
     return found[0]
 
 
-def _check_folder(folder: Path) -> None:
-    ggufs = sorted(file.name for file in folder.glob("*.gguf"))
-    hint = f"; it holds {ggufs[0]}: give the path of that file" if ggufs else ""
-    if not (folder / "config.json").is_file():
-        raise ConfigError(f"{folder}: not a model's folder, it has no config.json{hint}")
-    if not any(folder.glob("*.safetensors")):
-        raise ConfigError(f"{folder}: it has no *.safetensors file; other formats of weights are not read{hint}")
-
-
-def _check_gguf(path: Path) -> None:
-    try:
-        with path.open("rb") as file:
-            magic = file.read(4)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
-    if magic == b"GGUF":
-        return
-    if path.suffix == ".safetensors":
-        raise ConfigError(f"{path}: weights alone are not a model; give the folder with its config.json")
-    raise ConfigError(f"{path}: not a model file (legal: a GGUF file, or a folder with config.json and safetensors)")
-
-
 def _check_hub(name: str) -> None:
     """Ask the hub once whether it has a model; transformers would ask six times, for half a minute."""
     if try_to_load_from_cache(name, "config.json") is not None:
@@ -175,7 +161,7 @@ def _check_hub(name: str) -> None:
     except RepositoryNotFoundError:
         why = "the hub has no such model, or it is private"
     except Exception as error:  # noqa: BLE001 - the hub's HTTP library, and with it the class, changes between releases
-        why = f"the hub cannot be reached: {_first_line(error)}"
+        why = f"the hub cannot be reached: {first_line(error)}"
     else:
         return
     raise ConfigError(f"{name}: neither a file or folder, nor a hub model that can be loaded here ({why})")
@@ -195,27 +181,25 @@ def _load(source: Path | str, dtype: str) -> Loaded:
     auto: Any = AutoModelForCausalLM  # its types do not know output_loading_info
     try:
         model, found = auto.from_pretrained(
-            where, dtype=wanted, output_loading_info=True, trust_remote_code=False, **weights, **options
-        )
+            where, dtype=wanted, output_loading_info=True, ignore_mismatched_sizes=True, trust_remote_code=False,
+            **weights, **options,
+        )  # fmt: skip
     except _LOAD_ERRORS as error:
-        text = _first_line(error)
-        if "Unrecognized configuration class" in text:
-            raise UnsupportedModel(f"{source}: not a decoder-only language model") from error
-        raise ConfigError(f"{source}: the model cannot be loaded: {text}") from error
-    if missing := sorted(found["missing_keys"]):
-        # transformers would go on with random numbers in their place.
-        raise ConfigError(f"{source}: {len(missing)} weights are missing, {missing[0]} for one; get the whole model")
+        raise model_error(source, _folder_of(source), error) from error
+    check_weights(source, found)
     try:
         tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=False, **options)
     except _LOAD_ERRORS as error:
-        raise ConfigError(f"{source}: its tokenizer cannot be loaded: {_first_line(error)}") from error
+        raise tokenizer_error(source, _folder_of(source), error) from error
     return model, tokenizer
 
 
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = lines[0] if lines else type(error).__name__
-    return text if len(text) <= 200 else text[:197] + "..."
+def _folder_of(source: Path | str) -> Path | None:
+    """Return where the files of a folder or hub model lie."""
+    if isinstance(source, Path):
+        return source if source.is_dir() else None
+    config = try_to_load_from_cache(source, "config.json")
+    return Path(config).parent if isinstance(config, str) else None
 
 
 # -- GGUF: converted once ---------------------------------------------------------------------------------------------
@@ -301,5 +285,9 @@ def _hash(path: Path) -> str:
 
 
 def _cache_dir() -> Path:
-    root = os.environ.get("TIERKV_CACHE_DIR")
-    return (Path(root) if root else Path("~/.cache/tierkv")).expanduser() / "models"
+    root = os.environ.get("TIERKV_CACHE_DIR") or "~/.cache/tierkv"
+    try:
+        return Path(root).expanduser() / "models"
+    except RuntimeError:
+        advice = "set TIERKV_CACHE_DIR to a folder that can be written to"
+        raise ConfigError(f"converted models would go to {root}, an unknown home folder; {advice}") from None

@@ -102,6 +102,12 @@ class TestResolve:
         assert result.device + result.host + result.write_queue <= GIB
         assert [note.split()[0] for note in result.notes] == ["disk.capacity", "device.capacity", "disk.write_queue"]
 
+    def test_a_path_that_was_set_is_not_done_without(self):
+        assert budgets(disk=0).disk_path is None
+        assert budgets({"disk.path": "/full", "disk.capacity": 0}, disk=0).disk_path is None
+        with pytest.raises(ConfigError, match=r'^disk\.path = "/full" has no free space; give another folder'):
+            budgets({"disk.path": "/full"}, disk=0)
+
     def test_a_small_gpu_adapts_to_its_own_memory(self):
         result = budgets(cuda=True, device=GIB)
         assert result.device == GIB * 40 // 100

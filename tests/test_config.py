@@ -180,7 +180,7 @@ class TestPrecedence:
         assert load_config().block_size == 128
 
     def test_names_of_other_parts_and_other_prefixes_are_left_alone(self):
-        others = dict.fromkeys(OTHER_ENVIRONMENT, "") | {"TIERKVX": "1", "tierkv_block_size": "x", "PATH": "/bin"}
+        others = dict.fromkeys(OTHER_ENVIRONMENT, "") | {"TIERKVX": "1", "tierkvx": "x", "PATH": "/bin"}
         assert load_config(None, others) == CacheConfig()
 
     def test_a_mapping_may_hold_ready_sections(self):
@@ -230,6 +230,21 @@ class TestEnvironmentValues:
         assert message.startswith("TIERKV_BLOCK_SIZE: block_size = ")
         assert "legal: 16, 32, 64, 128, 256 or 512" in message
 
+    @pytest.mark.parametrize(
+        ("key", "text", "shown"),
+        [
+            ("device.capacity", "1e9", "1e9 is not a size: a whole number of bytes has no point and no exponent"),
+            ("device.capacity", "1.50", "1.50 is not a size: a whole number of bytes has no point and no exponent"),
+            ("block_size", "3.2e1", "3.2e1 is not possible"),
+        ],
+    )
+    def test_a_number_is_shown_as_it_was_written(self, key, text, shown, tmp_path):
+        section, _, name = key.rpartition(".")
+        path = toml(tmp_path, f"[{section}]\n{name} = {text}\n" if section else f"{name} = {text}\n")
+        for message in (refusal(None, {variable(key): text}), refusal(path)):
+            assert f": {key} = {shown} " in message
+        assert '"2026-01-01" is not a size' in refusal(None, {"TIERKV_DEVICE__CAPACITY": "2026-01-01"})
+
 
 class TestFiles:
     @pytest.mark.parametrize(
@@ -258,6 +273,8 @@ class TestFiles:
         assert "cannot be read" in refusal("a\0b")
         assert "cannot be read" in refusal("~no_such_user_here/tierkv.toml")
         assert "one\\nline: no such file" in refusal("one\nline")
+        assert refusal("") == "the configuration file has no name; give the path of a tierkv.toml"
+        assert refusal("/dev/zero") == "/dev/zero: more than 1 MiB, which is no configuration"
 
     @pytest.mark.parametrize("source", [3, ["x"], b"x", CacheConfig], ids=repr)
     def test_sources_that_are_none(self, source):

@@ -85,6 +85,27 @@ def test_a_program_s_own_handler_is_called_afterwards():
     assert signal.signal(signal.SIGINT, before) is own
 
 
+def test_a_sigterm_that_raises_is_held_back_too():
+    """A program that unwinds on SIGTERM must not do so in the middle of the bookkeeping."""
+
+    class Told(Exception):
+        pass
+
+    def tell(*_):
+        raise Told
+
+    done = []
+    before = signal.signal(signal.SIGTERM, tell)
+    try:
+        with pytest.raises(Told), deferred_interrupt():
+            os.kill(os.getpid(), signal.SIGTERM)
+            done.append("whole")
+        assert done == ["whole"]
+        assert signal.getsignal(signal.SIGTERM) is tell
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 @pytest.mark.parametrize("choice", [signal.SIG_IGN, signal.SIG_DFL])
 def test_a_handler_that_is_not_python_s_is_left_alone(choice):
     before = signal.signal(signal.SIGINT, choice)

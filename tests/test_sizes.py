@@ -69,6 +69,14 @@ def test_everything_else_is_refused_on_one_line_with_the_legal_spellings(value):
 
 
 @pytest.mark.parametrize(
+    "value", [2**63, 12345678901234567890123456, "9" * 26, "9" * 26 + "GiB", "8388608TiB"], ids=repr
+)
+def test_what_is_too_large_says_how_much_is_not(value):
+    with pytest.raises(ConfigError, match="is too large; the largest size is 9223372036854775807 bytes"):
+        parse_size(value)
+
+
+@pytest.mark.parametrize(
     ("typo", "meant"), [("2gb", "2GB"), ("2gib", "2GiB"), ("2G", "2GiB"), ("1.5m", "1.5MiB"), ("3Kb", "3kB")]
 )
 def test_a_near_miss_of_a_unit_says_what_was_meant(typo, meant):

@@ -73,6 +73,10 @@ def resolve(
         granted, notes = {disk.key: disk.size.size_bytes}, []
     else:
         raise ConfigError(f"{disk.key} = {show(disk.size)} has no meaning here: the {where} is unknown (legal: bytes)")
+    if config.is_explicit("disk.path") and not disk.is_explicit and not granted[disk.key]:
+        # A folder that was set is meant to be used; a default that finds no room is done without.
+        advice = "give another folder, or set disk.capacity = 0 to do without"
+        raise ConfigError(f"disk.path = {show(config.disk.path)} has no free space; {advice}")
     ram = [host, queue] if granted[disk.key] else [host]
     shares = (([device], free_device_bytes, "device memory"), (ram, free_ram_bytes, "RAM"))
     for claims, free_bytes, what in shares if cuda else (([device, *ram], free_ram_bytes, "RAM"),):

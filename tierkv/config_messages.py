@@ -64,9 +64,9 @@ class Wording:
 
     def unknown_variable(self, name: str) -> str:
         """Return what is said about a variable that sets no key."""
-        near = self._nearest(name.removeprefix(PREFIX).lower().replace("__", "."))
+        near = self._nearest(name[len(PREFIX) :].lower().replace("__", "."))
         names = [variable(key) for key in self.fields if key in near]
-        names = names or get_close_matches(name, OTHER_ENVIRONMENT, 1, 0.8)
+        names = names or get_close_matches(name.upper(), OTHER_ENVIRONMENT, 1, 0.8)
         known = [variable(key) for key in self.fields]
         return f"unknown variable {show(name, longest=None)[1:-1]} ({_suggest(names, known)})"
 

@@ -10,6 +10,8 @@ from tierkv.errors import ConfigError
 from tierkv.sizes import show
 
 PREFIX: Final = "TIERKV_"
+LARGEST_FILE: Final = 1 << 20
+"""Bytes of a configuration file that are read: an end for what has none, as /dev/zero."""
 OTHER_ENVIRONMENT: Final = ("TIERKV_CONFIG", "TIERKV_CACHE_DIR")
 """``TIERKV_`` names that are not settings. ``TIERKV_CONFIG`` is the file that is read when no source is given."""
 
@@ -35,6 +37,8 @@ def read_file(source: object, environ: Mapping[str, str]) -> tuple[dict[str, Any
         return {}, origin
     if not isinstance(source, str | os.PathLike):
         raise ConfigError(f"a configuration is a path, a mapping, a CacheConfig or None, not {type(source).__name__}")
+    if not os.fspath(source):
+        raise ConfigError("the configuration file has no name; give the path of a tierkv.toml")
     origin = show(Path(source), longest=200).strip('"') + origin
     return _read_toml(Path(source), origin), origin
 
@@ -47,25 +51,42 @@ def environment_value(text: str, *, is_text: bool) -> Any:
         is_text: whether the key takes text, so that ``SALT=123`` needs no quotes within quotes.
     """
     try:
-        parsed = tomllib.loads(f"value = {text}")
+        parsed = tomllib.loads(f"value = {text}", parse_float=_Written)
     except (ValueError, RecursionError):
         return text
     value = parsed["value"]
-    return text if len(parsed) > 1 or (is_text and not isinstance(value, str)) else value
+    # No key takes anything else, and what is refused is shown as it was written.
+    legal = str if is_text else bool | int | float | str
+    return text if len(parsed) > 1 or not isinstance(value, legal) else value
+
+
+class _Written(float):
+    """A number that is shown as it was written: 1e9, not 1000000000.0."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __repr__(self) -> str:
+        return self._text
 
 
 def _read_toml(path: Path, origin: str) -> dict[str, Any]:
     try:
-        text = path.expanduser().read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{origin}: not UTF-8 at byte {error.start}; save the file as UTF-8") from None
+        with path.expanduser().open("rb") as file:
+            data = file.read(LARGEST_FILE + 1)
     except FileNotFoundError:
         raise ConfigError(f"{origin}: no such file") from None
     except (OSError, ValueError, RuntimeError) as error:
         reason = (isinstance(error, OSError) and error.strerror) or error
         raise ConfigError(f"{origin}: cannot be read: {reason}") from None
+    if len(data) > LARGEST_FILE:
+        raise ConfigError(f"{origin}: more than {LARGEST_FILE >> 20} MiB, which is no configuration")
     try:
-        return tomllib.loads(text)
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{origin}: not UTF-8 at byte {error.start}; save the file as UTF-8") from None
+    try:
+        return tomllib.loads(text, parse_float=_Written)
     except (ValueError, RecursionError) as error:
         where = str(error).replace("at end of document", f"at line {len(text.splitlines())}, the end of the file")
         raise ConfigError(f"{origin}: not valid TOML: {' '.join(where.split())}") from None

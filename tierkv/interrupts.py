@@ -2,19 +2,20 @@
 
 Python raises KeyboardInterrupt between any two bytecodes of the main thread. In the middle of the manager's
 bookkeeping that would leave a slot owned by nobody; so there it is held back for some microseconds and raised right
-after. Waiting for copies is never inside: it has to stay interruptible.
+after. Waiting for copies is never inside: it has to stay interruptible. The same holds for SIGTERM in programs whose
+handler of it raises.
 """
 
 import _signal  # type: ignore[import-not-found]  # what signal.signal wraps; typeshed does not list it
 import threading
 from contextlib import AbstractContextManager, suppress
-from signal import SIGINT
+from signal import SIGINT, SIGTERM
 from types import FrameType
 from typing import Any
 
 
 def deferred_interrupt() -> AbstractContextManager[None]:
-    """Hold back SIGINT while a block runs, then deliver it to the handler that was installed.
+    """Hold back SIGINT and SIGTERM while a block runs, then deliver them to the handlers that were installed.
 
     The exception comes out of the end of the block: what must not be lost has to be stored inside it (an assignment
     from a function whose body is such a block comes too late). Does nothing outside the main thread (Python never
@@ -26,29 +27,42 @@ def deferred_interrupt() -> AbstractContextManager[None]:
 class _Deferral:
     """Written out, and on the C functions: this runs twice a layer, and generators and enums make it 12 us long."""
 
-    __slots__ = ("_arrived", "_handler")
+    __slots__ = ("_arrived", "_handlers")
 
     def __init__(self) -> None:
-        self._handler: Any = None
-        self._arrived: list[tuple[int, FrameType | None]] = []
+        self._handlers: list[tuple[int, Any]] = []
+        self._arrived: dict[int, FrameType | None] = {}
 
     def __enter__(self) -> None:
         if threading.get_ident() != threading.main_thread().ident:
             return
-        handler = _signal.getsignal(SIGINT)
-        if callable(handler) and not isinstance(getattr(handler, "__self__", None), _Deferral):
-            self._handler = handler
-            _signal.signal(SIGINT, self._hold)
+        try:
+            for number in (SIGTERM, SIGINT):
+                handler = _signal.getsignal(number)
+                if callable(handler) and not isinstance(getattr(handler, "__self__", None), _Deferral):
+                    self._handlers.append((number, handler))
+                    _signal.signal(number, self._hold)
+        except BaseException:  # one of the two came before it was held back
+            self._restore()
+            raise
 
     def __exit__(self, *exc_info: object) -> None:
-        handler = self._handler
-        if handler is not None:
-            _signal.signal(SIGINT, handler)
-            if self._arrived:
-                handler(*self._arrived[0])
+        try:
+            self._restore()
+        except BaseException:  # one of the two came as soon as it was let through
+            self._restore()
+            raise
+        if self._arrived:
+            for number, handler in self._handlers:
+                if number in self._arrived:
+                    handler(number, self._arrived[number])
+
+    def _restore(self) -> None:
+        for number, handler in self._handlers:
+            _signal.signal(number, handler)
 
     def _hold(self, number: int, frame: FrameType | None) -> None:
-        self._arrived.append((number, frame))
+        self._arrived[number] = frame
 
 
 class Latch:

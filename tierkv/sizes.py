@@ -24,8 +24,9 @@ _UNITS: Final = {
     "TiB": 2**40, "TB": 10**12, "GiB": 2**30, "GB": 10**9, "MiB": 2**20, "MB": 10**6,
     "KiB": 2**10, "kB": 10**3, "KB": 10**3, "B": 1,
 }  # fmt: skip
-_SPELLING: Final = re.compile(r"(\d{1,19}(?:\.\d{1,9})?) ?([A-Za-z]+|%)?", re.ASCII)
+_SPELLING: Final = re.compile(r"(\d{1,99}(?:\.\d{1,9})?) ?([A-Za-z]+|%)?", re.ASCII)
 _LARGEST: Final = 2**63 - 1
+_TOO_LARGE: Final = f"too large; the largest size is {_LARGEST} bytes"
 # Files of a cgroup with its limits and its usage, and the line of memory.stat with the page cache that can be dropped.
 _V2_FILES: Final = (["memory.max", "memory.high"], "memory.current", "inactive_file")
 _V1_FILES: Final = (["memory.limit_in_bytes"], "memory.usage_in_bytes", "total_inactive_file")
@@ -82,8 +83,13 @@ def parse_size(value: int | str | Size) -> Size:
     """
     if isinstance(value, Size):
         return value
-    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _LARGEST:
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        if value > _LARGEST:
+            raise ConfigError(f"{show(value)} is {_TOO_LARGE} (legal: {LEGAL_SIZES})")
         return Size(value)
+    if isinstance(value, float):
+        written = "a whole number of bytes has no point and no exponent"
+        raise ConfigError(f"{show(value)} is not a size: {written} (legal: {LEGAL_SIZES})")
     match = _SPELLING.fullmatch(value) if isinstance(value, str) else None
     if match is None:
         raise ConfigError(f"{show(value)} is not a size (legal: {LEGAL_SIZES})")
@@ -98,7 +104,7 @@ def parse_size(value: int | str | Size) -> Size:
         raise ConfigError(f"{show(value)} is not a size: bytes are whole (legal: {LEGAL_SIZES})")
     size_bytes = int(Fraction(number) * _UNITS[unit])
     if size_bytes > _LARGEST:
-        raise ConfigError(f"{show(value)} is not a size: it is above 2^63 - 1 bytes (legal: {LEGAL_SIZES})")
+        raise ConfigError(f"{show(value)} is {_TOO_LARGE} (legal: {LEGAL_SIZES})")
     return Size(size_bytes)
 
 

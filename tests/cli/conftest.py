@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 from tests.cli.commands import save_tiny_model
-from tierkv.cli.app import app
+from tierkv.cli.commands import app
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,7 @@
 """What all commands share: exit codes, one line for an error, one JSON object, and a start that loads nothing heavy."""
 
 import errno
+import shlex
 import subprocess
 import sys
 
@@ -10,7 +11,64 @@ from typer.testing import CliRunner
 
 from tests.cli.commands import assert_one_line_error, finish
 from tierkv import errors
-from tierkv.cli.console import BadInput, CommandGroup, Failed, Terminated, print_json, reserve_stdout
+from tierkv.cli.console import BadInput, CommandGroup, Failed, print_json, reserve_stdout
+from tierkv.cli.process import Terminated
+
+# A stage in which a library catches the exception of a signal.
+CATCHES = """
+import os, signal, typer
+from tierkv.cli.console import CommandGroup
+from tierkv.cli.process import prepare_process
+from tierkv.cli.progress import Progress
+
+app = typer.Typer(cls=CommandGroup)
+
+@app.command("work")
+def work():
+    with Progress().stage("load", "loading"):
+        try:
+            os.kill(os.getpid(), signal.{number})
+        except BaseException:
+            {swallow}
+    print("went on")
+
+app.command("rest")(lambda: None)
+prepare_process()
+app(["work"])
+"""
+
+# Lines that no signal may break, as the library has them.
+HOLDS = """
+import os, signal
+{ignore}
+from tierkv.cli import process
+from tierkv.interrupts import deferred_interrupt
+process.prepare_process()
+with process.unwind_on_signals():
+    if {ignore!r}:
+        os.kill(os.getpid(), signal.SIGINT)
+    try:
+        with deferred_interrupt():
+            os.kill(os.getpid(), signal.SIGTERM)
+            print("ran whole")
+    except BaseException as error:
+        print(type(error).__name__)
+"""
+
+PROGRESS = """
+from tierkv.cli.process import prepare_process
+from tierkv.cli.progress import Progress
+prepare_process()
+with Progress().stage("load", "loading") as stage:
+    stage.say("a detail")
+print("the result")
+"""
+
+
+def shell(command, *, python=True):
+    """Run a command line of ``tierkv``, or another, with redirections."""
+    command = f"{shlex.quote(sys.executable)} -m tierkv {command}" if python else command
+    return subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
 
 
 def run(error):
@@ -117,9 +175,7 @@ def test_json_leaves_stdout_to_the_object(capsys):
 
 
 def test_the_command_line_starts_light():
-    code = (
-        "import sys, tierkv.cli.app; print(*({'torch', 'transformers', 'lmdb', 'triton', 'numpy'} & set(sys.modules)))"
-    )
+    code = "import sys, tierkv.cli.commands; print(*({'torch', 'transformers', 'lmdb', 'triton', 'numpy'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
 
@@ -128,6 +184,51 @@ def test_a_process_without_a_stdout_still_runs():
     command = f"{sys.executable} -m tierkv --version >&-"
     done = subprocess.run(command, shell=True, stderr=subprocess.PIPE, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("command", ["--version", "--help", "info --help", "info --default-config"])
+def test_a_full_disk_behind_standard_output_is_one_line(command):
+    done = shell(f"{command} > /dev/full")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert (
+        done.stderr
+        == "error: the output cannot be written: No space left on device; send standard output somewhere else\n"
+    )
+
+
+def test_progress_that_nobody_can_read_does_not_end_the_work():
+    done = shell(f"{shlex.quote(sys.executable)} -c {shlex.quote(PROGRESS)} 2> /dev/full", python=False)
+    assert (done.returncode, done.stdout) == (0, "the result\n")
+
+
+def test_a_closed_stdin_is_an_empty_one():
+    done = shell("generate --model /no/such/model - <&-")
+    assert (done.returncode, done.stderr) == (2, "error: standard input: the prompt is empty; give some text\n")
+
+
+@pytest.mark.parametrize(("number", "code", "word"), [("SIGINT", 130, "interrupted"), ("SIGTERM", 143, "terminated")])
+@pytest.mark.parametrize("swallow", ["pass", "raise ImportError('a library') from None"])
+def test_a_signal_that_a_library_catches_still_ends_the_run(number, code, word, swallow):
+    program = CATCHES.format(number=number, swallow=swallow)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", f"{word}\n")
+
+
+@pytest.mark.parametrize("ignore", ["", "signal.signal(signal.SIGINT, signal.SIG_IGN)"])
+def test_sigterm_waits_for_the_lines_that_must_run_whole_and_an_ignored_sigint_stays_so(ignore):
+    program = HOLDS.format(ignore=ignore)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "ran whole\nTerminated\n", "")
+
+
+@pytest.mark.parametrize(("number", "code", "word"), [("SIGINT", 130, "interrupted"), ("SIGTERM", 143, "terminated")])
+def test_a_signal_while_modules_load_ends_at_once(number, code, word):
+    program = (
+        "import os, signal; from tierkv.cli import process as p; p.prepare_process()\n"
+        f"with p.unwind_on_signals(), p.nothing_to_clean_up(): os.kill(os.getpid(), signal.{number})"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", f"{word}\n")
 
 
 def test_a_closed_pipe_ends_quietly(start):

@@ -1,8 +1,10 @@
 """``tierkv generate`` on a tiny model: the same tokens as transformers alone, through three tiers, and what it refuses."""
 
+import shutil
 import signal
 
 import pytest
+import safetensors.torch
 import transformers as tf
 
 from tests.cli.commands import (
@@ -94,7 +96,11 @@ def test_options_that_contradict_each_other(cli):
     assert_one_line_error(cli(*command, "--seed", 3), "--seed", "--temperature")
     assert_one_line_error(cli(*command, "--top-p", 0), "--top-p 0")
     assert_one_line_error(cli(*command, "--raw", "--system", "x"), "--raw", "--system")
-    assert_one_line_error(cli(*command, "--max-new-tokens", 0), "--max-new-tokens")
+    for temperature in ("1e-44", "inf", "1e9"):
+        assert_one_line_error(cli(*command, "--temperature", temperature), "--temperature", "legal", "0.000001")
+    for option in (("--max-new-tokens", 0), ("--top-k", 1.5), ("--seed", 2**64), ("--temperature", "hot")):
+        assert_one_line_error(cli(*command, *option), option[0])
+    assert_one_line_error(cli(*command, "--config", ""), "has no name")
     assert_one_line_error(cli(*command, "--config", "/none.toml"), "/none.toml")
     assert_one_line_error(cli(*command), "/no/such/model", "legal")
 
@@ -115,6 +121,27 @@ def test_a_prompt_that_is_too_long_says_what_fits(cli, tiny, tmp_path):
     assert f"the model's limit is {LIMIT:,}" in result.stderr
     file.write_text("a" * (LIMIT - 100))
     assert "--max-new-tokens 80" in cli(*command, "--max-new-tokens", 500).stderr
+
+
+def test_a_model_that_gives_no_numbers(cli, tiny, tmp_path):
+    folder = shutil.copytree(tiny, tmp_path / "nan")
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"].fill_(float("nan"))
+    safetensors.torch.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    result = cli("generate", "--model", folder, "--prompt", "a", "--top-k", 5)
+    assert result.exit_code == 1
+    assert result.stderr.splitlines()[-1].startswith("error: the model's scores are not numbers in float32; try")
+
+
+def test_a_tokenizer_of_another_model(cli, tiny, tmp_path):
+    folder = shutil.copytree(tiny, tmp_path / "other")
+    model = tf.AutoModelForCausalLM.from_pretrained(folder)
+    model.resize_token_embeddings(50)
+    model.config.pad_token_id = model.config.eos_token_id = None
+    model.save_pretrained(folder)
+    result = cli("generate", "--model", folder, "--prompt", "zzz")
+    assert result.exit_code == 2
+    assert "get tokenizer and weights of the same model" in result.stderr.splitlines()[-1]
 
 
 def test_a_budget_that_is_too_small_names_one_that_suffices(cli, tiny, tmp_path):

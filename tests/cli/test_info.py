@@ -94,7 +94,52 @@ def test_it_works_without_transformers_and_lmdb(cli, monkeypatch):
 def test_a_store_that_cannot_be_written_to_is_named(cli, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TIERKV_DISK__PATH", str(tmp_path / "file" / "store"))
-    assert "cannot be written to" in " ".join(cli("info").stdout.split())
+    assert "cannot be used" in " ".join(cli("info").stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("values", "key", "words"),
+    [
+        ({"DEVICE__CAPACITY": "1"}, "device.capacity", "device.capacity = 1 bytes cannot hold"),
+        ({"HOST__CAPACITY": "1"}, "host.capacity", "host.capacity = 1 bytes cannot hold"),
+        ({"DISK__CAPACITY": "1"}, "disk.capacity", "disk.capacity = 1 bytes holds no block"),
+        ({"DISK__PATH": "/dev/null"}, "disk.path", "the disk path /dev/null cannot be used: Not a directory"),
+        ({"DISK__PATH": "{tmp}/file"}, "disk.path", "/file cannot be used: Not a directory"),
+        ({"DISK__PATH": "{tmp}/" + "b" * 300 + "/store"}, "disk.path", "/store cannot be used: File name too long"),
+        ({"DISK__PATH": "{tmp}/closed"}, "disk.path", "/closed cannot be used: File exists"),
+    ],
+)
+def test_what_generate_would_refuse_is_said_value_by_value(cli, tmp_path, monkeypatch, values, key, words):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "closed").mkdir()
+    (tmp_path / "closed" / "spill").write_text("")
+    for name, text in values.items():
+        monkeypatch.setenv(f"TIERKV_{name}", text.format(tmp=tmp_path))
+    before = sorted(tmp_path.rglob("*"))
+    problems = one_object(cli("info", "--json").stdout)["problems"]
+    assert list(problems) == [key]
+    assert words in problems[key]
+    assert str(tmp_path / ".tierkv-") not in problems[key]
+    assert f"problem: with this {key} no model" in cli("info").stdout
+    assert sorted(tmp_path.rglob("*")) == before, "looking leaves nothing"
+
+
+def test_every_problem_is_said_at_once_and_a_store_in_use_is_tried_where_it_lies(cli, clean_environment, monkeypatch):
+    for tier in ("DEVICE", "HOST", "DISK"):
+        monkeypatch.setenv(f"TIERKV_{tier}__CAPACITY", "1")
+    problems = one_object(cli("info", "--json").stdout)["problems"]
+    assert list(problems) == ["device.capacity", "host.capacity", "disk.capacity"]
+    (clean_environment / "spill").mkdir(parents=True)
+    monkeypatch.setenv("TIERKV_DISK__CAPACITY", "1GiB")
+    assert "disk.path" not in one_object(cli("info", "--json").stdout)["problems"]
+    assert list(clean_environment.rglob("*")) == [clean_environment / "spill"]
+
+
+def test_a_path_without_any_room_is_refused_as_generate_does(cli, monkeypatch):
+    monkeypatch.setenv("TIERKV_DISK__PATH", "/proc/x")
+    line = cli("info").stderr
+    assert_one_line_error(cli("info"), 'disk.path = "/proc/x"', "no free space", "another folder")
+    assert cli("generate", "--model", "/no/such/model", "--prompt", "a").stderr == line
 
 
 def test_cgroup_limits_of_both_versions(tmp_path):

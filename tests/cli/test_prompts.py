@@ -3,10 +3,11 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tests.cli.commands import assert_one_line_error, byte_tokenizer
 from tierkv.cli.console import BadInput
-from tierkv.cli.prompts import check_length, encode_prompt, read_prompt
+from tierkv.cli.prompts import check_length, check_tokens, encode_prompt, read_prompt
 
 NO_MODEL = ("generate", "--model", "/no/such/model")
 
@@ -49,6 +50,17 @@ def test_files_that_are_not_text(cli, tmp_path):
     assert_one_line_error(cli(*NO_MODEL, "--prompt-file", binary), "binary", "not a text file")
     assert_one_line_error(cli(*NO_MODEL, "-", input=latin.read_bytes()), "standard input", "not UTF-8")
     assert_one_line_error(cli(*NO_MODEL, "--prompt", "a\udcff"), "not UTF-8")
+
+
+def test_a_file_without_a_name_and_one_without_an_end(cli):
+    assert_one_line_error(cli(*NO_MODEL, "--prompt-file", ""), "--prompt-file has no name")
+    assert_one_line_error(cli(*NO_MODEL, "--prompt-file", "/dev/zero"), "/dev/zero", "more than 64 MiB")
+
+
+def test_tokens_that_the_model_does_not_know():
+    check_tokens(torch.tensor([[3, 7]]), torch.nn.Embedding(8, 2))
+    with pytest.raises(BadInput, match="token 7 of the prompt, and the model knows tokens 0 to 6; get tokenizer and"):
+        check_tokens(torch.tensor([[3, 7]]), torch.nn.Embedding(7, 2))
 
 
 def test_a_file_is_read_whole_without_its_byte_order_mark(tmp_path):

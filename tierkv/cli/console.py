@@ -9,32 +9,34 @@ A command raises; it never prints an error or exits by itself. ``CommandGroup`` 
 
 import errno
 import json
-import logging
 import os
-import signal
 import sys
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout, suppress
-from pathlib import Path
-from types import FrameType
-from typing import Any, Final
+from typing import IO, Any, Final, cast
 
 import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
+from tierkv.cli.process import (
+    INTERRUPTED,
+    TERMINATED,
+    Stderr,
+    Terminated,
+    stop_if_told,
+    stop_that_came,
+    unwind_on_signals,
+)
 from tierkv.errors import CapacityError, ConfigError, TierKVError, UnsafeCall, UnsupportedModel
 
 FAILED: Final = 1
 BAD_INPUT: Final = 2
-INTERRUPTED: Final = 128 + signal.SIGINT
-TERMINATED: Final = 128 + signal.SIGTERM
 
 # Markup and emoji codes are off: prompts, answers and paths are printed as they are.
 out: Final = Console(highlight=False, markup=False, emoji=False)
 """Standard output, for readable results."""
-err: Final = Console(stderr=True, highlight=False, markup=False, emoji=False)
+err: Final = Console(file=cast("IO[str]", Stderr()), highlight=False, markup=False, emoji=False)
 """Standard error, for progress."""
 
 _INPUT_ERRORS: Final = (ConfigError, UnsupportedModel, UnsafeCall, CapacityError)
@@ -49,10 +51,6 @@ class Failed(Exception):
     """The command ran and did not reach its goal; the message says how. Exit code 1."""
 
 
-class Terminated(KeyboardInterrupt):
-    """SIGTERM arrived. Unwinds like Ctrl-C, so that spill files and threads are cleaned up."""
-
-
 class CommandGroup(TyperGroup):
     """A group of commands whose errors end as one line on stderr and an exit code."""
 
@@ -62,9 +60,9 @@ class CommandGroup(TyperGroup):
         try:
             code = super().main(*args, **{**kwargs, "standalone_mode": False}) or 0
         except Exception as error:
-            if not hasattr(error, "format_message"):
-                raise
             code = report(error)
+            if code is None:
+                raise
         if standalone:
             sys.exit(code)
         return code
@@ -72,9 +70,11 @@ class CommandGroup(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         """Run the chosen command and report what it raises."""
         try:
-            super().invoke(ctx)
-            # Here, not at the interpreter's exit: a reader that is gone is then handled like one that goes midway.
-            sys.stdout.flush()
+            with unwind_on_signals():
+                super().invoke(ctx)
+                # Here, not at the interpreter's exit: a reader that is gone is then handled like one that goes midway.
+                sys.stdout.flush()
+                stop_if_told()
         except typer.Exit:
             raise
         except (Exception, KeyboardInterrupt) as error:
@@ -86,6 +86,8 @@ class CommandGroup(TyperGroup):
 
 def report(error: BaseException) -> int | None:
     """Print the line that an error deserves and return its exit code; None where it is a bug and needs a traceback."""
+    # A library may have turned the signal into an error of its own: transformers does, while it imports.
+    error = stop_that_came() or error
     if isinstance(error, KeyboardInterrupt):
         terminated = isinstance(error, Terminated)
         _line("terminated" if terminated else "interrupted")
@@ -105,9 +107,17 @@ def report(error: BaseException) -> int | None:
         _error(str(error))
         return BAD_INPUT
     if isinstance(error, Failed | TierKVError | OSError) or _out_of_memory(error):
-        _error(str(error) or "out of memory")
+        _error(_failure(error) or "out of memory")
         return FAILED
     return None
+
+
+def _failure(error: BaseException) -> str:
+    if not isinstance(error, OSError) or isinstance(error, TierKVError) or not error.strerror:
+        return str(error)
+    if error.filename is None:  # standard output has no name, and whatever else we write to has one
+        return f"the output cannot be written: {error.strerror}; send standard output somewhere else"
+    return f"{error.filename}: {error.strerror}"
 
 
 def _out_of_memory(error: BaseException) -> bool:
@@ -134,31 +144,6 @@ def print_json(result: Mapping[str, Any]) -> None:
     # Serialised first: what is not JSON must fail before anything is printed.
     text = json.dumps(result, indent=2, ensure_ascii=False, allow_nan=False)
     sys.stdout.write(text + "\n")
-
-
-def prepare_process() -> None:
-    """Set up a process that is the command line: quiet libraries, tidy warnings, SIGTERM that cleans up."""
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # started with it closed
-            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 - open while we run
-    # Read when these libraries are imported, which happens later. Progress is ours to show.
-    quiet = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}
-    for name, value in quiet.items():
-        os.environ.setdefault(name, value)
-    if not sys.warnoptions:  # python -W and PYTHONWARNINGS win
-        warnings.simplefilter("ignore")
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
-    logging.addLevelName(logging.WARNING, "warning")
-    logging.getLogger("tierkv").addHandler(handler)
-    signal.signal(signal.SIGTERM, _terminate)
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(AttributeError, ValueError):
-            stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal may not know every letter
-
-
-def _terminate(_number: int, _frame: FrameType | None) -> None:
-    raise Terminated
 
 
 def _error(message: str) -> None:

@@ -6,6 +6,7 @@ import typer
 
 import tierkv
 from tierkv.cli.console import BadInput, Failed, out, print_json, reserve_stdout
+from tierkv.cli.process import nothing_to_clean_up
 from tierkv.cli.progress import Progress
 from tierkv.sizes import format_bytes
 
@@ -49,19 +50,20 @@ def demo(
 
 def _run(source: str, prompt_tokens: int, new_tokens: int) -> "tuple[dict[str, Any], Outcome]":
     """Run every stage; return what is printed."""
-    from tierkv.cli import demo_run
-    from tierkv.cli.demo_text import QUESTION, demo_inputs
-    from tierkv.cli.prompts import check_length
-    from tierkv.cli.streams import decode
-
     progress = Progress()
     with progress.stage("load", f"loading {source}") as stage:
-        from tierkv.integrations.hf_compat import block_layout
-        from tierkv.integrations.hf_generate import attach
-        from tierkv.integrations.hf_load import load_model
+        with nothing_to_clean_up():
+            from tierkv.cli import demo_run
+            from tierkv.cli.demo_text import QUESTION, demo_inputs
+            from tierkv.cli.prompts import check_length, check_tokens
+            from tierkv.cli.streams import decode
+            from tierkv.integrations.hf_compat import block_layout
+            from tierkv.integrations.hf_generate import attach
+            from tierkv.integrations.hf_load import load_model
 
         model, tokenizer = load_model(source, "float32", progress=stage.say)
     inputs = demo_inputs(tokenizer, prompt_tokens)
+    check_tokens(inputs["input_ids"], model.get_input_embeddings())
     length = inputs["input_ids"].shape[1]
     if length < 0.75 * prompt_tokens:
         raise BadInput(f"the demo's document comes to {length:,} tokens; --prompt-tokens can be at most that")
@@ -72,16 +74,21 @@ def _run(source: str, prompt_tokens: int, new_tokens: int) -> "tuple[dict[str, A
 
     with progress.stage("dynamic", "generating with the stock cache", new_tokens) as stage:
         dynamic = demo_run.generate(model, inputs, new_tokens, lambda _: stage.advance())
-    with attach(model, config) as engine:
-        with progress.stage("tierkv", "generating with the KV cache in three tiers", new_tokens) as stage:
-            cache = engine.new_cache()
-            tiered = demo_run.generate(model, inputs, new_tokens, lambda _: stage.advance(), cache=cache)
-            tiered.stats = stats = engine.stats()
-            cache.close()
-        steps = demo_run.LOGIT_STEPS
-        with progress.stage("logits", "comparing logits bit by bit", 2 * (1 + steps)) as stage:
-            identical = demo_run.same_logits(model, inputs["input_ids"], engine.new_cache, steps, stage.advance)
-        outcome = demo_run.Outcome(dynamic, tiered, identical)
+    with (
+        attach(model, config) as engine,
+        progress.stage("tierkv", "generating with the KV cache in three tiers", new_tokens) as stage,
+    ):
+        cache = engine.new_cache()
+        tiered = demo_run.generate(model, inputs, new_tokens, lambda _: stage.advance(), cache=cache)
+        tiered.stats = stats = engine.stats()
+        cache.close()
+    steps = demo_run.LOGIT_STEPS
+    with (
+        attach(model, config.replace({"attention.path": "gathered"})) as engine,
+        progress.stage("logits", "comparing logits bit by bit", 2 * (1 + steps)) as stage,
+    ):
+        identical = demo_run.same_logits(model, inputs["input_ids"], engine.new_cache, steps, stage.advance)
+    outcome = demo_run.Outcome(dynamic, tiered, identical)
     outcome.failures = demo_run.failures(outcome)
     speeds = {"dynamic": dynamic.stream, "tierkv": tiered.stream}
     result = {
@@ -148,9 +155,9 @@ def _print(result: dict[str, Any], outcome: "Outcome") -> None:
                 "tierkv": f"prompt {prefill['tierkv']:.1f} s, then {speed['tierkv']:.1f} tokens/s, "
                 f"of which {result['stall_seconds']:.1f} s waiting for copies",
                 "device + host": f"{100 * upper_bytes(stats) / stats.kv_bytes_total:.0f}% of the KV cache",
-                "read path": stats.read_path,
+                "read path": f"{stats.read_path}: {stats.read_path_reason}",
                 "tokens": "equal to the stock cache's" if result["tokens_equal"] else "DIFFER from the stock cache's",
-                "logits": "bit-identical" if result["logits_bit_identical"] else "NOT bit-identical",
+                "logits, gathered": "bit-identical" if result["logits_bit_identical"] else "NOT bit-identical",
             }
         )
     )

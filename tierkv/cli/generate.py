@@ -1,14 +1,14 @@
 """``tierkv generate``: one answer from a model whose KV cache lives in the tiers."""
 
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tierkv.cli.console import BadInput, err, print_json, reserve_stdout
+from tierkv.cli.console import BadInput, Failed, err, print_json, reserve_stdout
+from tierkv.cli.process import nothing_to_clean_up
 from tierkv.cli.progress import Progress
-from tierkv.cli.prompts import check_length, encode_prompt, read_prompt
+from tierkv.cli.prompts import check_length, check_tokens, encode_prompt, read_prompt
 from tierkv.config import load_config
 
 if TYPE_CHECKING:
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from tierkv.metrics import Stats
 
 DEFAULT_NEW_TOKENS = 256
+LARGEST_SEED = 2**64 - 1
+# Beyond these, scores divided by the temperature overflow or are all alike.
+TEMPERATURES = (1e-6, 1e6)
 
 EPILOG = """[bold]Examples[/bold]
 
@@ -45,7 +48,7 @@ def generate(
         typer.Option(min=1, help=f"Stop after so many tokens. Default: what fits, at most {DEFAULT_NEW_TOKENS}."),
     ] = None,
     config: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The tierkv.toml with the tiers. Default: $TIERKV_CONFIG.")
+        str | None, typer.Option(metavar="FILE", help="The tierkv.toml with the tiers. Default: $TIERKV_CONFIG.")
     ] = None,
     dtype: Annotated[
         str, typer.Option(help="float32, bfloat16, float16, or auto: as stored (float32 for GGUF).")
@@ -58,7 +61,7 @@ def generate(
         float | None, typer.Option(min=0.0, max=1.0, help="Sample from the likeliest tokens up to this probability.")
     ] = None,
     top_k: Annotated[int | None, typer.Option(min=1, help="Sample from so many of the likeliest tokens.")] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Make sampling repeatable.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, max=LARGEST_SEED, help="Make sampling repeatable.")] = None,
     stats: Annotated[bool, typer.Option("--stats", help="Print where the KV cache lay to stderr, at the end.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of streaming text.")] = False,
 ) -> None:
@@ -88,8 +91,11 @@ def sampling_arguments(
     """Return what to tell ``generate`` about sampling; greedy where no option asks for it.
 
     Raises:
-        BadInput: options that contradict each other.
+        BadInput: options that contradict each other, or a temperature with which nothing can be sampled.
     """
+    least, most = TEMPERATURES
+    if temperature and not least <= temperature <= most:
+        raise BadInput(f"--temperature {temperature} is not possible (legal: 0 for greedy, or {least:f} to {most:.0f})")
     chosen = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
     chosen = {name: value for name, value in chosen.items() if value is not None}
     names = ", ".join(f"--{name.replace('_', '-')}" for name in chosen if name != "temperature")
@@ -122,17 +128,19 @@ def _run(
 ) -> dict[str, Any]:
     progress = Progress()
     with progress.stage("load", f"loading {source}") as stage:
-        import torch
+        with nothing_to_clean_up():
+            import torch
 
-        from tierkv.cli.streams import TextStream, TokenStream, decode
-        from tierkv.integrations.hf_generate import attach
-        from tierkv.integrations.hf_load import find_device, load_model
-        from tierkv.machine import resolve_budgets
+            from tierkv.cli.streams import TextStream, TokenStream, decode
+            from tierkv.integrations.hf_generate import attach
+            from tierkv.integrations.hf_load import find_device, load_model
+            from tierkv.machine import resolve_budgets
 
         # A budget that cannot be is better found now than after minutes of loading.
         resolve_budgets(config, find_device(device))
         model, tokenizer = load_model(source, dtype, progress=stage.say, device=device)
     inputs = encode_prompt(tokenizer, text, raw=raw, system=system)
+    check_tokens(inputs["input_ids"], model.get_input_embeddings())
     prompt_tokens = inputs["input_ids"].shape[1]
     limit = check_length(model.config, prompt_tokens, max_new_tokens, DEFAULT_NEW_TOKENS)
     if seed is not None:
@@ -146,6 +154,10 @@ def _run(
             result: Any = model.generate(
                 **inputs, max_new_tokens=limit, streamer=tokens, return_dict_in_generate=True, **sampling
             )  # type: ignore[operator]  # torch's Module types its attributes as tensors
+        except RuntimeError as error:
+            if "probability tensor" not in str(error):
+                raise
+            raise Failed(f"the model's scores are not numbers in {_dtype(model)}; try another --dtype") from None
         finally:
             if stream:
                 _write(pieces.rest() + "\n" if tokens.tokens else "")
@@ -155,7 +167,7 @@ def _run(
         _print_stats(stats, notes, tokens, prompt_tokens)
     return {
         "model": source,
-        "dtype": str(model.dtype).removeprefix("torch."),
+        "dtype": _dtype(model),
         "device": str(model.device),
         "text": decode(tokenizer, tokens.tokens),
         "prompt_tokens": prompt_tokens,
@@ -168,6 +180,10 @@ def _run(
         "notes": notes,
         "stats": stats.as_dict(),
     }
+
+
+def _dtype(model: Any) -> str:
+    return str(model.dtype).removeprefix("torch.")
 
 
 def _write(text: str) -> None:

@@ -13,6 +13,7 @@ import typer
 
 import tierkv
 from tierkv.cli.console import BadInput, out, print_json, reserve_stdout
+from tierkv.cli.process import nothing_to_clean_up
 from tierkv.config import CacheConfig, load_config
 from tierkv.config_toml import default_toml
 from tierkv.sizes import format_bytes, free_memory, show
@@ -31,7 +32,7 @@ tierkv info --default-config > tierkv.toml
 
 def info(
     config: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The tierkv.toml to resolve. Default: $TIERKV_CONFIG.")
+        str | None, typer.Option(metavar="FILE", help="The tierkv.toml to resolve. Default: $TIERKV_CONFIG.")
     ] = None,
     show_default: Annotated[
         bool, typer.Option("--default-config", help="Print a tierkv.toml with every key explained, and exit.")
@@ -41,6 +42,7 @@ def info(
     """Show versions, memory, GPUs, and the bytes that each tier would take here.
 
     The tiers are those of [bold]--config[/bold] or of the defaults, with TIERKV_ variables of the environment applied.
+    Each is tried with the smallest model there could be; a problem is what [bold]tierkv generate[/bold] would say of it.
     """
     if show_default:
         if config is not None:
@@ -65,12 +67,15 @@ def collect(config: CacheConfig) -> dict[str, Any]:
     Raises:
         ConfigError: something that the config sets does not fit this machine.
     """
-    import torch
+    with nothing_to_clean_up():
+        import torch
 
-    from tierkv.machine import resolve_budgets
+        from tierkv.machine import refusals, resolve_budgets
 
     cuda = torch.cuda.is_available()
-    budgets = resolve_budgets(config, torch.device("cuda", 0) if cuda else torch.device("cpu"))
+    device = torch.device("cuda", 0) if cuda else torch.device("cpu")
+    budgets = resolve_budgets(config, device)
+    problems = refusals(config, budgets, device)
     folder = budgets.disk_path
     return {
         "versions": {"tierkv": tierkv.__version__, "python": platform.python_version()}
@@ -89,7 +94,8 @@ def collect(config: CacheConfig) -> dict[str, Any]:
         "budget_bytes": {"device": budgets.device, "host": budgets.host, "disk": budgets.disk},
         "write_queue_bytes": budgets.write_queue,
         "store_path": None if folder is None else str(folder),
-        "store_writable": None if folder is None else _writable(folder),
+        "store_writable": None if folder is None else "disk.path" not in problems,
+        "problems": problems,
         "notes": list(budgets.notes),
         "settings": {key: _plain(value) for key, value in config.explicit().items()},
     }
@@ -140,15 +146,6 @@ def _lines(path: Path) -> list[str]:
         return []
 
 
-def _writable(folder: Path) -> bool:
-    """Whether the store's folder, or the nearest one above it that exists, can be written to."""
-    try:
-        existing = next(path for path in (folder, *folder.parents) if path.exists())
-        return existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
-    except (OSError, StopIteration):
-        return False
-
-
 def _plain(value: Any) -> Any:
     return value if isinstance(value, bool | int | float | str) else str(value)
 
@@ -175,11 +172,13 @@ def _print(found: dict[str, Any]) -> None:
     )
     out.print("\nTiers", style="bold")
     path = found["store_path"]
-    trouble = "" if found["store_writable"] is not False else " (cannot be written to: set disk.path)"
+    trouble = "" if found["store_writable"] is not False else " (cannot be used)"
     tiers = {name: format_bytes(size) if size else "off" for name, size in budget.items()}
     if path is not None:
         tiers |= {"write queue": format_bytes(found["write_queue_bytes"]), "store": f"{path}{trouble}"}
     tiers |= {key: show(value) for key, value in found["settings"].items()}
     out.print(pairs_table(tiers))
+    for key, problem in found["problems"].items():
+        out.print(f"problem: with this {key} no model can use every tier: {problem}", style="bold", soft_wrap=True)
     for note in found["notes"]:
         out.print(f"note: {note}", style="dim")

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TaskID, 
 from rich.progress import Progress as Bars
 
 from tierkv.cli.console import err
+from tierkv.cli.process import stop_if_told
 
 
 class Stage:
@@ -61,6 +62,7 @@ class Progress:
                 yield Stage(None, None)
         finally:
             self.seconds[name] = round(time.perf_counter() - began, 3)
+        stop_if_told()
         err.print(f"{text}: {self.seconds[name]:.1f} s", style="dim", soft_wrap=True)
 
 

@@ -2,9 +2,12 @@
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Final
 
 from tierkv.cli.console import BadInput
+
+LONGEST_PROMPT: Final = 64 << 20
+"""Bytes of a prompt that are read: more than any model takes, and an end for what has none, as /dev/zero."""
 
 
 def read_prompt(text: str | None, file: str | None, stdin: str | None) -> str:
@@ -25,9 +28,9 @@ def read_prompt(text: str | None, file: str | None, stdin: str | None) -> str:
     if stdin not in {None, "-"}:
         raise BadInput(f"unexpected argument {stdin!r}: a prompt is given as --prompt TEXT, and - reads standard input")
     if given[0] == "-":
-        name, prompt = "standard input", _decoded("standard input", sys.stdin.buffer.read())
+        name, prompt = "standard input", _read("standard input", sys.stdin.buffer)
     elif file is not None:
-        name, prompt = file, _read_file(Path(file))
+        name, prompt = file, _read_file(file)
     else:
         name, prompt = "--prompt", given[0]
     if any("\ud800" <= letter <= "\udfff" for letter in prompt):  # bytes of the command line that are not UTF-8
@@ -37,16 +40,29 @@ def read_prompt(text: str | None, file: str | None, stdin: str | None) -> str:
     return prompt
 
 
-def _read_file(path: Path) -> str:
+def _read_file(name: str) -> str:
+    if not name:
+        raise BadInput("--prompt-file has no name; give the path of a UTF-8 file, or - for standard input")
     try:
-        return _decoded(str(path), path.expanduser().read_bytes())
+        with Path(name).expanduser().open("rb") as file:
+            return _read(name, file)
     except FileNotFoundError:
-        raise BadInput(f"{path}: no such file") from None
+        raise BadInput(f"{name}: no such file") from None
     except (OSError, ValueError, RuntimeError) as error:
-        raise BadInput(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        raise _unreadable(name, error) from None
 
 
-def _decoded(name: str, data: bytes) -> str:
+def _unreadable(name: str, error: Exception) -> BadInput:
+    return BadInput(f"{name}: cannot be read: {getattr(error, 'strerror', None) or error}")
+
+
+def _read(name: str, file: IO[bytes]) -> str:
+    try:
+        data = file.read(LONGEST_PROMPT + 1)
+    except OSError as error:
+        raise _unreadable(name, error) from None
+    if len(data) > LONGEST_PROMPT:
+        raise BadInput(f"{name}: more than {LONGEST_PROMPT >> 20} MiB, which no model reads; give a shorter prompt")
     if b"\0" in data:
         raise BadInput(f"{name}: not a text file: it has a NUL byte at {data.index(0)}; give UTF-8 text")
     try:
@@ -88,6 +104,24 @@ def encode_prompt(tokenizer: Any, prompt: str, *, raw: bool = False, system: str
     if encoded["input_ids"].shape[1] == 0:
         raise BadInput("the prompt comes to no tokens; give some text")
     return {name: encoded[name] for name in ("input_ids", "attention_mask") if name in encoded}
+
+
+def check_tokens(tokens: Any, embeddings: Any) -> None:
+    """Check that a model has an embedding for every token of a prompt.
+
+    Args:
+        tokens: ``[1, tokens]``, the ids.
+        embeddings: what the model has for the tokens that it knows, a row each.
+
+    Raises:
+        BadInput: it has not, as with the tokenizer of another model.
+    """
+    known = embeddings.weight.shape[0]
+    if (largest := int(tokens.max())) >= known:
+        raise BadInput(
+            f"the tokenizer made token {largest:,} of the prompt, and the model knows tokens 0 to {known - 1:,}; "
+            "get tokenizer and weights of the same model"
+        )
 
 
 def check_length(config: Any, prompt_tokens: int, new_tokens: int | None, default: int) -> int:

@@ -4,6 +4,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from tierkv.cli.process import stop_if_told
+
 if TYPE_CHECKING:
     import torch
 
@@ -26,6 +28,7 @@ class TokenStream:
 
     def put(self, value: "torch.Tensor") -> None:
         """Take the prompt, which comes first, or the tokens of a step."""
+        stop_if_told()
         if not self._prompt_seen:
             self._prompt_seen = True
             return

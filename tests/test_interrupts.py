@@ -97,7 +97,7 @@ def test_a_sigterm_that_raises_is_held_back_too():
     done = []
     before = signal.signal(signal.SIGTERM, tell)
     try:
-        with pytest.raises(Told), deferred_interrupt():
+        with pytest.raises(Told), deferred_interrupt():  # noqa: PT012
             os.kill(os.getpid(), signal.SIGTERM)
             done.append("whole")
         assert done == ["whole"]

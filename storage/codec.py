@@ -121,16 +121,7 @@ def encode(header: RecordHeader, token_ids: Sequence[int], parts: Sequence[Buffe
     payload_bytes = sum(memoryview(part).nbytes for part in parts)
     try:
         ids = struct.pack(f"<{len(token_ids)}q", *token_ids)
-        fields = _FIELDS.pack(
-            MAGIC,
-            FORMAT_VERSION,
-            header.layer,
-            header.num_tokens,
-            len(token_ids),
-            header.stamp,
-            payload_bytes,
-            header.namespace,
-        )
+        fields = fields_of(header, payload_bytes, len(token_ids))
     except struct.error as error:
         raise ValueError(f"{header} does not fit the record's fields: {error}") from error
     checksum = xxhash.xxh3_128(fields)
@@ -138,6 +129,36 @@ def encode(header: RecordHeader, token_ids: Sequence[int], parts: Sequence[Buffe
     for part in parts:
         checksum.update(part)
     return b"".join([fields, checksum.digest(), ids, *parts])
+
+
+def fields_of(header: RecordHeader, payload_bytes: int, num_token_ids: int = 0) -> bytes:
+    """Return how a record begins: everything before its checksum."""
+    return _FIELDS.pack(
+        MAGIC, FORMAT_VERSION, header.layer, header.num_tokens, num_token_ids, header.stamp, payload_bytes, header.namespace,
+    )  # fmt: skip
+
+
+def decode_known(buffer: Buffer, fields: bytes, payload_bytes: int) -> memoryview:
+    """Check a record whose every field is known, and return its payload without copying it.
+
+    The same checks as ``decode``, at a third of the cost: for records that are read at every token.
+
+    Args:
+        buffer: exactly one record.
+        fields: what ``fields_of`` returned for it.
+        payload_bytes: of the payload.
+
+    Raises:
+        RecordError: anything at all is not as it should be.
+    """
+    view = memoryview(buffer)
+    if len(view) == HEADER_BYTES + payload_bytes and view[: _FIELDS.size] == fields:
+        checksum = xxhash.xxh3_128(fields)
+        checksum.update(view[HEADER_BYTES:])
+        if checksum.digest() == view[_FIELDS.size : HEADER_BYTES]:
+            return view[HEADER_BYTES:]
+    decode(buffer)  # says what is damaged, if anything is
+    raise RecordError("not the record that was asked for: its layer, stamp or namespace is another")
 
 
 def decode(buffer: Buffer, expect: Expected | None = None) -> Record:

@@ -16,7 +16,7 @@ import atexit
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Final, TypeVar
@@ -127,17 +127,27 @@ class LmdbStore:
             RecordError: there is no value under ``key``, or the file is damaged.
             ClosedError: the store is closed.
         """
+        (result,) = self.get_many([key], lambda _, value: use(value))
+        return result
+
+    def get_many(self, keys: Sequence[bytes], use: Callable[[int, memoryview], T]) -> list[T]:
+        """Return ``use(index, value)`` for each key, in one read: many small values cost a fraction of as many ``get``.
+
+        Args:
+            keys: in any order.
+            use: as in ``get``, called with the key's index first.
+
+        Raises:
+            RecordError: there is no value under one of them, or the file is damaged; the others may have been used.
+            ClosedError: the store is closed.
+        """
         self.check_open()
-        operation = self._queue.find(key)
-        if operation is not None:
-            if operation.value is None:
-                raise self._missing(key)
-            return use(memoryview(operation.value).toreadonly().cast("B"))
+        queued = self._queue.find(keys)
         reader = Reader()
         try:
             if not self._gate.enter(reader):
                 self.check_open()
-            return self._read(key, use)
+            return self._read(keys, queued, use)
         finally:
             self._gate.leave(reader)
 
@@ -218,15 +228,22 @@ class LmdbStore:
     def _missing(self, key: bytes) -> RecordError:
         return RecordError(f"no record under key {key.hex()} in {self.path}")
 
-    def _read(self, key: bytes, use: Callable[[memoryview], T]) -> T:
+    def _read(
+        self, keys: Sequence[bytes], queued: Mapping[bytes, Operation], use: Callable[[int, memoryview], T]
+    ) -> list[T]:
+        results = []
+        key = b""
         try:
             with self._environment.begin(buffers=True) as transaction:
-                value = transaction.get(key)
-                if value is None:
-                    raise self._missing(key)
-                return use(memoryview(value))
+                for index, key in enumerate(keys):
+                    operation = queued.get(key)
+                    value = transaction.get(key) if operation is None else operation.value
+                    if value is None:
+                        raise self._missing(key)
+                    results.append(use(index, memoryview(value).toreadonly().cast("B")))
         except lmdb.Error as error:
             raise RecordError(f"cannot read key {key.hex()} in {self.path}: {error}") from error
+        return results
 
     # -- the writer thread ----------------------------------------------------------------------------------------
 

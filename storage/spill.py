@@ -13,7 +13,6 @@ import os
 import secrets
 import struct
 import threading
-from collections.abc import Callable
 from typing import Final
 
 import numpy as np
@@ -24,10 +23,10 @@ from tierkv.layout import BlockLayout
 from tierkv.storage.base import BlockStore
 from tierkv.storage.codec import (
     NAMESPACE_BYTES,
-    Expected,
     RecordHeader,
-    decode,
+    decode_known,
     encode,
+    fields_of,
     page_rounded_bytes,
     record_bytes,
 )
@@ -155,13 +154,9 @@ class SpillStore(BlockStore):
         into_keys, into_values = keys.detach(), values.detach()
         if keys.device.type != "cpu":
             into_keys, into_values = (torch.empty_like(tensor, device="cpu") for tensor in (into_keys, into_values))
-        position = 0
-        while position < tokens:
-            index, start = divmod(first_token + position, block_size)
-            count = min(block_size - start, tokens - position)
-            at = slice(position, position + count)
-            self._read_slice(layer, run.slot + index, start, into_keys[:, at], into_values[:, at])
-            position += count
+        first, last = first_token // block_size, (first_token + tokens - 1) // block_size
+        slots = range(run.slot + first, run.slot + last + 1)
+        self._read_slices(layer, slots, first_token - first * block_size, into_keys, into_values)
         if keys.device.type != "cpu":
             keys.detach().copy_(into_keys)
             values.detach().copy_(into_values)
@@ -228,38 +223,31 @@ class SpillStore(BlockStore):
         with self._stamps_lock:
             self._stamps.setdefault(slot, {})[layer] = stamp
 
-    def _read_slice(self, layer: int, slot: int, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def _read_slices(self, layer: int, slots: range, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Fill K and V from the slices of ``slots``, beginning ``start`` tokens into the first."""
+        spec, block_size, tokens = self.layout.layers[layer], self.layout.block_size, keys.shape[1]
+        payload_bytes = self.layout.slice_bytes(layer)
         with self._stamps_lock:
-            stamp = self._stamps.get(slot, {}).get(layer)
-        if stamp is None:
-            raise RecordError(f"slot {slot} on disk holds no slice of layer {layer}")
-        expected = Expected(
-            namespace=self._namespace,
-            layer=layer,
-            stamp=stamp,
-            num_tokens=self.layout.block_size,
-            token_ids=(),
-            payload_bytes=self.layout.slice_bytes(layer),
-        )
-        self._records.get(_KEY.pack(layer, slot), self._reader(layer, expected, start, keys, values))
-
-    def _reader(
-        self, layer: int, expected: Expected, start: int, keys: torch.Tensor, values: torch.Tensor
-    ) -> Callable[[memoryview], None]:
-        """Return the function that checks a record and copies ``keys`` and ``values`` out of it."""
-        spec = self.layout.layers[layer]
-        block_size = self.layout.block_size
+            stamps = [self._stamps.get(slot, {}).get(layer) for slot in slots]
+        fields = []
+        for slot, stamp in zip(slots, stamps, strict=True):
+            if stamp is None:
+                raise RecordError(f"slot {slot} on disk holds no slice of layer {layer}")
+            fields.append(fields_of(RecordHeader(self._namespace, layer, stamp, block_size), payload_bytes))
         torch_type, numpy_type = self._element
+        into_keys, into_values = (into.view(torch_type).numpy() for into in (keys, values))
         split = spec.kv_heads * block_size * spec.key_dim
 
-        def copy_out(buffer: memoryview) -> None:
-            payload = np.frombuffer(decode(buffer, expected).payload, dtype=numpy_type)
-            stop = start + keys.shape[1]
-            for into, flat, dim in ((keys, payload[:split], spec.key_dim), (values, payload[split:], spec.value_dim)):
-                block = flat.reshape(spec.kv_heads, block_size, dim)
-                np.copyto(into.view(torch_type).numpy(), block[:, start:stop])
+        def copy_out(index: int, buffer: memoryview) -> None:
+            payload = np.frombuffer(decode_known(buffer, fields[index], payload_bytes), dtype=numpy_type)
+            begin = max(0, index * block_size - start)
+            end = min(tokens, (index + 1) * block_size - start)
+            first = begin + start - index * block_size
+            at, own = slice(begin, end), slice(first, first + end - begin)
+            np.copyto(into_keys[:, at], payload[:split].reshape(spec.kv_heads, block_size, spec.key_dim)[:, own])
+            np.copyto(into_values[:, at], payload[split:].reshape(spec.kv_heads, block_size, spec.value_dim)[:, own])
 
-        return copy_out
+        self._records.get_many([_KEY.pack(layer, slot) for slot in slots], copy_out)
 
     def _forget(self, layer: int, slot: int) -> None:
         with self._stamps_lock:

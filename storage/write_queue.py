@@ -90,10 +90,13 @@ class WriteQueue:
                     del self._waiting[key]
                     self.queued_bytes = remaining
 
-    def find(self, key: bytes) -> Operation | None:
-        """Return the newest uncommitted operation under ``key``."""
+    def find(self, keys: Iterable[bytes]) -> dict[bytes, Operation]:
+        """Return the newest uncommitted operation under each of the keys that has one."""
         with self._lock:
-            return self._waiting.get(key) or self._writing.get(key)
+            if not self._waiting and not self._writing:
+                return {}
+            found = ((key, self._waiting.get(key) or self._writing.get(key)) for key in keys)
+            return {key: operation for key, operation in found if operation is not None}
 
     def wait_written(self, timeout_seconds: float) -> None:
         """Wait until everything accepted before this call has been written.

@@ -7,22 +7,24 @@ the logits of every exact cache are compared with those of ``DynamicCache``.
 """
 
 import copy
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel, QuantizedCache, StaticCache
 
 import tierkv
-from tierkv.benchmarks.machine import memory_read_bytes_per_second
+from tierkv.benchmarks.machine import drop_page_cache, memory_read_bytes_per_second
 from tierkv.errors import TierKVError
 from tierkv.integrations.hf_content import ForwardInputs
+
+if TYPE_CHECKING:
+    from tierkv.storage.spill import SpillStore
 
 CACHES: Final = ("dynamic", "static", "quantized", "tierkv", "tierkv-25", "tierkv-25-cold")
 """Baselines first. The last two keep a quarter of the KV in anonymous memory and the rest on SSD."""
@@ -30,6 +32,9 @@ CACHES: Final = ("dynamic", "static", "quantized", "tierkv", "tierkv-25", "tierk
 WARM_UP: Final = 3
 TOLERANCE: Final = {"float32": 2e-4, "bfloat16": 0.05, "float16": 0.01}
 """Largest difference of logits from the dynamic cache's, relative to the largest logit."""
+
+MOST_LEFT: Final = 0.05
+"""More of a file than this in memory, and it is not cold."""
 
 Layer = tuple[torch.Tensor, torch.Tensor]
 
@@ -44,6 +49,7 @@ class Subject:
         ram_bytes: anonymous memory that the cache takes, in bytes.
         engine: where it is a tiered cache.
         before: called before each timed step, untimed.
+        page_cache: for one with a disk tier, whether the file's pages are in memory when a step begins.
         times: seconds of each timed step.
     """
 
@@ -52,6 +58,7 @@ class Subject:
     ram_bytes: Callable[[], int]
     engine: Any = None
     before: Callable[[], None] = lambda: None
+    page_cache: str | None = None
     times: list[float] = field(default_factory=list)
 
 
@@ -80,7 +87,13 @@ def synthetic_kv(model: PreTrainedModel, context: int) -> Iterator[Layer]:
 
 
 def measure(
-    context: int, dtype: str, caches: Sequence[str], rounds: int, disk_path: Path, say: Callable[[str], None]
+    context: int,
+    dtype: str,
+    caches: Sequence[str],
+    rounds: int,
+    disk_path: Path,
+    say: Callable[[str], None],
+    advance: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """Fill the caches, check them and let them take turns.
 
@@ -91,6 +104,7 @@ def measure(
         rounds: timed steps of each.
         disk_path: where the caches with a disk tier keep it.
         say: told what is left out, and why.
+        advance: called ``steps_of(caches, rounds)`` times.
 
     Returns:
         ``rows``, one a cache, and for the resident tiered cache ``attention_bytes_per_second`` and
@@ -106,6 +120,7 @@ def measure(
         for name in caches:
             try:
                 subjects.append(stack.enter_context(_filled(name, model, token, context, WARM_UP + rounds, disk_path)))
+                advance()
             except _LeftOut as reason:
                 say(f"{name} at {context:,} tokens in {dtype} is left out: {reason}")
         _check(subjects, dtype)
@@ -113,21 +128,29 @@ def measure(
             for subject in subjects:
                 subject.step()
         for _ in range(rounds):
+            advance()
             for subject in subjects:
                 subject.before()
                 began = time.perf_counter()
                 subject.step()
                 subject.times.append(time.perf_counter() - began)
-        kv_bytes = (
-            2 * context * model.config.num_hidden_layers * model.config.num_key_value_heads * model.config.head_dim
-        )
-        kv_bytes *= model.dtype.itemsize
+        kv_bytes = kv_bytes_of(context, dtype)
         rows = [_row(subject, subjects, context, dtype, kv_bytes) for subject in subjects]
         extra = {}
         resident = next((subject for subject in subjects if subject.name == "tierkv"), None)
         if resident is not None:
             extra = _bandwidths(resident, kv_bytes, rounds)
     return {"rows": rows, **extra}
+
+
+def steps_of(caches: Sequence[str], rounds: int) -> int:
+    """Return how often ``measure`` calls ``advance``, if nothing is left out."""
+    return len(caches) + rounds
+
+
+def kv_bytes_of(context: int, dtype: str) -> int:
+    """Return the bytes of K and V of ``context`` tokens in the model's shapes."""
+    return int(2 * context * 30 * 3 * 64 * getattr(torch, dtype).itemsize)
 
 
 def _row(subject: Subject, subjects: Sequence[Subject], context: int, dtype: str, kv_bytes: int) -> dict[str, Any]:
@@ -143,6 +166,7 @@ def _row(subject: Subject, subjects: Sequence[Subject], context: int, dtype: str
         "ram_bytes": subject.ram_bytes(),
         "ratio_to_dynamic": round(medians["dynamic"] / median, 3) if "dynamic" in medians else None,
         "ratio_to_static": round(medians["static"] / median, 3) if "static" in medians else None,
+        "page_cache": subject.page_cache,
         "read_path": subject.engine.stats().read_path if subject.engine is not None else None,
         "ms_per_token": [round(1e3 * seconds, 3) for seconds in subject.times],
     }
@@ -252,11 +276,11 @@ def _tiered(
         "host": {"capacity": 0},
         "disk": {"capacity": 2 * kv_bytes + 2**26 if quarter else 0, "path": str(disk_path)},
     }
-    before = (lambda: None) if not name.endswith("cold") else _page_cache_dropper(disk_path)
     # A second model object over the same weights: attach wraps a model, and the others must run unwrapped.
-    with tierkv.attach(_twin(model), config) as engine:
-        cache = engine.new_cache()
+    with ExitStack() as stack:
         try:
+            engine = stack.enter_context(tierkv.attach(_twin(model), config))
+            cache = engine.new_cache()
             engine.reserve(cache.sequences, 1, context + room, paged=not engine.gathered_because)
         except TierKVError as error:
             raise _LeftOut(str(error)) from None
@@ -265,8 +289,99 @@ def _tiered(
             cache.sequences.append_paged(layer, keys, values)
             cache.sequences.attended(layer)
         cache.content.append(ForwardInputs(context), 1, context, token.device)
-        yield Subject(name, _stepper(engine.model, token, cache), lambda: _anonymous(engine), engine, before)
+        subject = Subject(name, _stepper(engine.model, token, cache), lambda: _anonymous(engine), engine)
+        spill = cast("SpillStore | None", engine.stores.disk)
+        if spill is not None:
+            spill.flush()  # a record that waits to be written is read from memory
+            subject.page_cache = "warm"
+        if spill is not None and name.endswith("cold"):
+            folder = spill.path
+            left = drop_page_cache(folder)
+            if left > MOST_LEFT:
+                raise _LeftOut(f"{left:.0%} of the file stayed in the page cache")
+            subject.page_cache = f"dropped before each token ({left:.1%} left)"
+            subject.before = lambda: _drop(folder)
+        yield subject
+        return
+    if name == "dynamic":
+        cache: Any = DynamicCache(config=model.config)
+    elif name == "static":
+        cache = StaticCache(config=model.config, max_cache_len=context + 2 * steps + 8)
+    else:
+        try:
+            cache = QuantizedCache("quanto", config=model.config, nbits=4)
+        except ImportError as error:
+            raise _LeftOut(str(error).splitlines()[0]) from None
+    for layer, (keys, values) in enumerate(synthetic_kv(model, context)):
+        cache.update(keys, values, layer)
+    yield Subject(name, _stepper(model, token, cache), lambda: _tensor_bytes(cache))
+
+
+def _stepper(model: PreTrainedModel, token: torch.Tensor, cache: Any) -> Callable[[], torch.Tensor]:
+    def step() -> torch.Tensor:
+        logits: torch.Tensor = model(input_ids=token, cache=cache, use_cache=True).logits[0, -1]
+        return logits
+
+    return step
+
+
+def _tensor_bytes(cache: Any) -> int:
+    """Count the bytes of all tensors that the layers of a cache hold."""
+    seen: dict[int, int] = {}
+    for layer in cache.layers:
+        for value in vars(layer).values():
+            if isinstance(value, torch.Tensor):
+                seen[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+    return sum(seen.values())
+
+
+@contextmanager
+def _tiered(
+    name: str, model: PreTrainedModel, token: torch.Tensor, context: int, room: int, disk_path: Path
+) -> Iterator[Subject]:
+    kv_bytes = (context + room) * sum(
+        2 * model.config.num_key_value_heads * model.config.head_dim * model.dtype.itemsize
+        for _ in range(model.config.num_hidden_layers)
+    )
+    quarter = name != "tierkv"
+    spare = 24 * 2**20  # scratch, and blocks that are not full
+    device = kv_bytes // 4 if quarter else kv_bytes + kv_bytes // 8 + spare
+    config = {
+        "device": {"capacity": device},
+        "host": {"capacity": 0},
+        "disk": {"capacity": 2 * kv_bytes + 2**26 if quarter else 0, "path": str(disk_path)},
+    }
+    # A second model object over the same weights: attach wraps a model, and the others must run unwrapped.
+    with ExitStack() as stack:
+        try:
+            engine = stack.enter_context(tierkv.attach(_twin(model), config))
+            cache = engine.new_cache()
+            engine.reserve(cache.sequences, 1, context + room, paged=not engine.gathered_because)
+        except TierKVError as error:
+            raise _LeftOut(str(error)) from None
+        cache.sequences.first_seen = ()
+        for layer, (keys, values) in enumerate(synthetic_kv(model, context)):
+            cache.sequences.append_paged(layer, keys, values)
+            cache.sequences.attended(layer)
+        cache.content.append(ForwardInputs(context), 1, context, token.device)
+        subject = Subject(name, _stepper(engine.model, token, cache), lambda: _anonymous(engine), engine)
+        if quarter:
+            spill = cast("SpillStore", engine.stores.disk_store)
+            spill.flush()  # a record that waits to be written is read from memory
+            subject.page_cache = "warm"
+        if name.endswith("cold"):
+            folder = spill.path
+            left = drop_page_cache(folder)
+            if left > MOST_LEFT:
+                raise _LeftOut(f"{left:.0%} of the file stayed in the page cache")
+            subject.page_cache = f"dropped before each token ({left:.1%} left)"
+            subject.before = lambda: _drop(folder)
+        yield subject
         cache.close()
+
+
+def _drop(folder: Path) -> None:
+    drop_page_cache(folder)
 
 
 def _twin(model: PreTrainedModel) -> PreTrainedModel:
@@ -278,22 +393,3 @@ def _twin(model: PreTrainedModel) -> PreTrainedModel:
 def _anonymous(engine: Any) -> int:
     tiers = engine.stats().tiers
     return int(tiers["device"].allocated_bytes + tiers["host"].allocated_bytes)
-
-
-def _page_cache_dropper(folder: Path) -> Callable[[], None]:
-    """Return what drops the pages of all files below a folder from the page cache.
-
-    Raises:
-        _LeftOut: the system has no way to do so.
-    """
-    if not hasattr(os, "posix_fadvise"):
-        raise _LeftOut("this system cannot drop pages from its page cache")
-
-    def drop() -> None:
-        for path in folder.rglob("*"):
-            if path.is_file():
-                with path.open("rb") as file:
-                    os.fsync(file.fileno())
-                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-    return drop

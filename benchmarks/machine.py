@@ -1,5 +1,7 @@
 """What a benchmark record says about the machine it was taken on, and what the machine can do at most."""
 
+import ctypes
+import mmap
 import os
 import platform
 import time
@@ -7,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 
@@ -40,6 +43,40 @@ def memory_read_bytes_per_second(num_bytes: int) -> float:
 @cache
 def _memory(num_bytes: int) -> torch.Tensor:
     return torch.ones(num_bytes // 4, dtype=torch.float32)
+
+
+def drop_page_cache(folder: Path) -> float:
+    """Drop the pages of all files below a folder from the page cache; return the share of them that stayed.
+
+    Pages that this process has mapped, as LMDB does, are first taken out of its page tables: mapped pages are never
+    dropped.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
+        fields = line.split(maxsplit=5)
+        if len(fields) == 6 and fields[5].startswith(f"{folder.resolve()}/"):
+            begin, end = (int(part, 16) for part in fields[0].split("-"))
+            libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
+    resident = pages = 0
+    for path in folder.rglob("*"):
+        if path.is_file() and path.stat().st_size:
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                there, all_of_it = _resident_pages(libc, file.fileno(), path.stat().st_size)
+            resident, pages = resident + there, pages + all_of_it
+    return resident / pages if pages else 0.0
+
+
+def _resident_pages(libc: ctypes.CDLL, number: int, size: int) -> tuple[int, int]:
+    """Return how many pages of a file are in memory, and how many it has."""
+    pages = -(-size // mmap.PAGESIZE)
+    found = (ctypes.c_ubyte * pages)()
+    with mmap.mmap(number, size, prot=mmap.PROT_READ) as view:
+        array = np.frombuffer(view, dtype=np.uint8)  # for its address; nothing is read
+        failed = libc.mincore(ctypes.c_void_p(array.ctypes.data), ctypes.c_size_t(size), found)
+        del array
+    return pages if failed else sum(byte & 1 for byte in found), pages
 
 
 def _processor() -> str:

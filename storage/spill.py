@@ -13,6 +13,7 @@ import os
 import secrets
 import struct
 import threading
+from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -171,6 +172,11 @@ class SpillStore(BlockStore):
     def flush(self, timeout_seconds: float = 60.0) -> None:
         """Wait until all that was written so far is in the file; see ``LmdbStore.flush``."""
         self._records.flush(timeout_seconds)
+
+    @property
+    def path(self) -> Path:
+        """The private directory with the store's files; gone after ``close``."""
+        return self._directory.path
 
     @property
     def failed(self) -> StoreError | None:

@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout, suppress
+from pathlib import Path
 from typing import IO, Any, Final, cast
 
 import typer
@@ -144,6 +145,16 @@ def print_json(result: Mapping[str, Any]) -> None:
     # Serialised first: what is not JSON must fail before anything is printed.
     text = json.dumps(result, indent=2, ensure_ascii=False, allow_nan=False)
     sys.stdout.write(text + "\n")
+
+
+def save_json(path: str, result: Mapping[str, Any]) -> None:
+    """Write the JSON object of a command to a file, whole or not at all."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(result, indent=2, ensure_ascii=False, allow_nan=False)
+    beside = target.with_name(f".{target.name}.{os.getpid()}")
+    beside.write_text(text + "\n", encoding="utf-8")
+    beside.replace(target)
 
 
 def _error(message: str) -> None:

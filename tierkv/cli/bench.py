@@ -118,7 +118,7 @@ def _print(result: dict[str, Any]) -> None:
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("dtype", "context", "cache", "ms/token", "least", "vs dynamic", "vs static", "in memory"):
-        table.add_column(name, justify="left" if name in ("dtype", "cache") else "right")
+        table.add_column(name, justify="left" if name in ("dtype", "cache") else "right", no_wrap=True)
     for row in result["rows"]:
         table.add_row(
             row["dtype"], f"{row['context']:,}", row["cache"], f"{row['ms_per_token_median']:.1f}",

@@ -1,0 +1,51 @@
+"""``tierkv bench``: what is refused at once, and the contract of its JSON."""
+
+import json
+
+import pytest
+
+from tests.cli.commands import assert_one_line_error, finish, one_object
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--contexts", "0"], ["--contexts", "'0'", "1 to 1,000,000"]),
+        (["--contexts", "12,x"], ["'x'", "whole numbers"]),
+        (["--contexts", ""], ["''", "whole numbers"]),
+        (["--dtypes", "int8"], ["'int8'", "float32, bfloat16, float16"]),
+        (["--caches", "dynamic,paged"], ["'paged'", "dynamic, static, quantized, tierkv"]),
+        (["--contexts", "1000000", "--caches", "dynamic"], ["need about", "is free", "shorter --contexts"]),
+        (["--rounds", "1"], ["--rounds", "5"]),
+    ],
+)
+def test_bad_options_are_one_line(cli, options, words):
+    assert_one_line_error(cli("bench", "decode", *options), *words)
+
+
+@pytest.mark.slow
+def test_decode_prints_one_object_and_keeps_it(start, tmp_path):
+    kept = tmp_path / "new" / "record.json"
+    options = ["--contexts", "40,300", "--dtypes", "float32", "--rounds", "5", "--disk-path", str(tmp_path)]
+    code, stdout, stderr = finish(start("bench", "decode", "--json", "--save", str(kept), *options))
+    assert code == 0, stderr
+    result = one_object(stdout)
+    assert json.loads(kept.read_text()) == result
+    rows = {(row["cache"], row["context"]): row for row in result["rows"]}
+    assert {("dynamic", 40), ("static", 300), ("tierkv", 300), ("tierkv-25", 300)} <= set(rows)
+    for row in rows.values():
+        assert {"ms_per_token_median", "ms_per_token_min", "kv_bytes", "ram_bytes", "ratio_to_dynamic"} <= set(row)
+        assert len(row["ms_per_token"]) == 5
+    assert rows["tierkv", 300]["read_path"] == "paged"
+    assert rows["tierkv", 300]["kv_bytes"] == 300 * 46080
+    assert rows["tierkv-25", 300]["ram_bytes"] < rows["tierkv-25", 300]["kv_bytes"]
+    assert result["attention_bytes_per_second"] > 0
+    assert result["memory_read_bytes_per_second"] > 0
+    assert "synthetic" in result["fill"]
+    assert not list(tmp_path.glob("tierkv-bench-*"))
+
+
+def test_the_group_alone_prints_its_help(cli):
+    done = cli("bench")
+    assert done.exit_code == 0
+    assert "decode" in done.stdout

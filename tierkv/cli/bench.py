@@ -117,7 +117,7 @@ def _print(result: dict[str, Any]) -> None:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("dtype", "context", "cache", "ms/token", "least", "vs dynamic", "vs static", "in memory"):
+    for name in ("dtype", "context", "cache", "ms", "least", "dynamic", "static", "memory"):
         table.add_column(name, justify="left" if name in ("dtype", "cache") else "right", no_wrap=True)
     for row in result["rows"]:
         table.add_row(
@@ -133,7 +133,10 @@ def _print(result: dict[str, Any]) -> None:
             f"K and V, {share:.0%} of a plain read of memory",
             style="dim",
         )
-    out.print("random weights and synthetic K and V; medians of alternating runs on this machine", style="dim")
+    out.print(
+        "ms: median time of a token; dynamic, static: how many times as fast as that cache; random weights, synthetic K and V",
+        style="dim",
+    )
 
 
 def _times(ratio: float | None) -> str:

@@ -26,7 +26,7 @@ HANDLE: Final = "tierkv_layer"
 
 FAMILIES: Final = frozenset(
     {
-        "cohere", "gemma", "gemma2", "gemma3", "gemma3_text", "glm4", "gpt_oss", "granite", "llama", "mistral", "mixtral", "olmo2",
+        "cohere", "gemma", "gemma2", "gemma3_text", "glm4", "gpt_oss", "granite", "llama", "mistral", "mixtral", "olmo2",
         "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "starcoder2",
     }
 )  # fmt: skip

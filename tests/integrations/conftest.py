@@ -67,6 +67,22 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "gemma2": lambda: tf.Gemma2Config(**COMMON, head_dim=16, sliding_window=20, layer_types=MIXED, query_pre_attn_scalar=16),
     "mixtral": lambda: tf.MixtralConfig(**COMMON, num_local_experts=4),
     "qwen2_sliding": lambda: tf.Qwen2Config(**COMMON, use_sliding_window=True, sliding_window=20, max_window_layers=1),
+    # Plain ones, whose attention reads blocks too.
+    "cohere": lambda: tf.CohereConfig(**COMMON),
+    "gemma": lambda: tf.GemmaConfig(**COMMON, head_dim=16),
+    "glm4": lambda: tf.Glm4Config(**COMMON, head_dim=16),
+    "granite": lambda: tf.GraniteConfig(**COMMON),
+    "olmo2": lambda: tf.Olmo2Config(**COMMON),
+    "phi": lambda: tf.PhiConfig(**COMMON),
+    "qwen2": lambda: tf.Qwen2Config(**COMMON),
+    "qwen2_moe": lambda: tf.Qwen2MoeConfig(
+        **COMMON, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32
+    ),
+    "qwen3_moe": lambda: tf.Qwen3MoeConfig(
+        **COMMON, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
+    ),
+    "smollm3": lambda: tf.SmolLM3Config(**COMMON),
+    "starcoder2": lambda: tf.Starcoder2Config(**COMMON),
     "llama4": lambda: tf.Llama4TextConfig(
         **COMMON, head_dim=16, attention_chunk_size=32, num_local_experts=2, num_experts_per_tok=1, intermediate_size_mlp=96,
         layer_types=["chunked_attention", "full_attention", "chunked_attention"], no_rope_layers=[1, 0, 1],

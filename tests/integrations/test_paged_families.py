@@ -7,9 +7,14 @@ import torch
 
 import tierkv
 from tierkv.errors import UnsafeCall, UnsupportedModel
+from tierkv.integrations import hf_attention
 
 FAMILIES = (
     "llama", "qwen3", "mistral", "gemma3", "phi3", "gpt_oss", "gemma2", "mixtral", "qwen2_sliding",
+)  # fmt: skip
+# Nothing is peculiar about these, so once is enough.
+PLAIN = (
+    "cohere", "gemma", "glm4", "granite", "olmo2", "phi", "qwen2", "qwen2_moe", "qwen3_moe", "smollm3", "starcoder2",
 )  # fmt: skip
 NEW = {"max_new_tokens": 24, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
 PAGED = {"path": "paged"}
@@ -36,9 +41,14 @@ def assert_same_tokens(lab, model, batch, rows=1, tolerance=1e-5, **settings):
     assert implementation(model) == before
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *PLAIN])
 def test_one_sequence(lab, tiny_model, family):
     assert_same_tokens(lab, tiny_model(family), lab.prompt(1, 155))
+
+
+def test_every_family_that_is_let_through_is_tested(tiny_model):
+    tested = {tiny_model(family).config.get_text_config().model_type for family in (*FAMILIES, *PLAIN)}
+    assert tested == hf_attention.FAMILIES
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,9 +1,14 @@
 """What every test shares: no network, and two ways to run property tests."""
 
 import os
+import signal
 
 # Before anything imports transformers, which reads this once. A test that needs a download is a wrong test.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# A shell lets its jobs in the background ignore Ctrl-C, and so would every process that the tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
 from hypothesis import HealthCheck, settings

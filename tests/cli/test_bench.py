@@ -45,6 +45,14 @@ def test_decode_prints_one_object_and_keeps_it(start, tmp_path):
     assert not list(tmp_path.glob("tierkv-bench-*"))
 
 
+def test_kernels_are_timed_beside_torch(cli):
+    done = cli("bench", "kernels", "--contexts", "100,600", "--dtypes", "bfloat16", "--rounds", "5", "--json")
+    rows = one_object(done.stdout)["rows"]
+    assert [row["context"] for row in rows] == [100, 600]
+    assert rows[1]["kv_bytes"] == 600 * 2 * 3 * 64 * 2
+    assert set(rows[0]["microseconds"]) == {"attention", "sdpa", "append", "merge"}
+
+
 def test_the_group_alone_prints_its_help(cli):
     done = cli("bench")
     assert done.exit_code == 0

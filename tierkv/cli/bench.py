@@ -64,13 +64,64 @@ def decode(
     kinds = _known(dtypes, DTYPES, "--dtypes")
     with reserve_stdout(as_json):
         result = _run(lengths, kinds, caches, rounds, disk_path)
-    result["command"] = " ".join(["tierkv", *sys.argv[1:]])
+    result["command"] = _command()
     if save is not None:
         save_json(save, result)
     if as_json:
         print_json(result)
     else:
         _print(result)
+
+
+KERNELS_EPILOG = """[bold]Examples[/bold]
+
+tierkv bench kernels --contexts 2048,32000
+"""
+
+
+@app.command("kernels", epilog=KERNELS_EPILOG)
+def kernels(
+    contexts: Annotated[str, typer.Option(metavar="N,N", help="Tokens in the past.")] = "128,2048,8000,32000",
+    dtypes: Annotated[str, typer.Option(metavar="T,T", help=f"Of {', '.join(DTYPES)}.")] = "bfloat16,float32",
+    rounds: Annotated[int, typer.Option(min=5, max=1000, help="Timed calls of each.")] = 40,
+    save: Annotated[str | None, typer.Option(metavar="FILE", help="Also write the JSON record to this file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+) -> None:
+    """Time attention over blocks by itself, beside PyTorch's over dense tensors and a plain read of memory."""
+    lengths = [_whole(part, "--contexts") for part in _parts(contexts)]
+    kinds = _known(dtypes, DTYPES, "--dtypes")
+    with reserve_stdout(as_json):
+        progress = Progress()
+        with nothing_to_clean_up():
+            from tierkv.benchmarks import kernels as measured
+            from tierkv.benchmarks import machine
+        rows = []
+        with progress.stage("kernels", "timing kernels", len(lengths) * len(kinds)) as stage:
+            for dtype in kinds:
+                for context in lengths:
+                    rows.append(measured.measure(context, dtype, rounds))
+                    stage.advance()
+    result = {"machine": machine.description(), "rounds": rounds, "rows": rows, "command": _command()}
+    if save is not None:
+        save_json(save, result)
+    if as_json:
+        print_json(result)
+        return
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("dtype", "context", "attention", "sdpa", "append", "merge", "GB/s", "of a read"):
+        table.add_column(name, justify="left" if name == "dtype" else "right", no_wrap=True)
+    for row in rows:
+        times = [f"{row['microseconds'][name]:,.0f} us" for name in ("attention", "sdpa", "append", "merge")]
+        rate = row["attention_bytes_per_second"]
+        share = rate / row["memory_read_bytes_per_second"]
+        table.add_row(row["dtype"], f"{row['context']:,}", *times, f"{rate / 1e9:.1f}", f"{share:.0%}")
+    out.print(table)
+
+
+def _command() -> str:
+    return " ".join(["tierkv", *sys.argv[1:]])
 
 
 def _run(contexts: list[int], dtypes: list[str], caches: str, rounds: int, disk_path: str | None) -> dict[str, Any]:

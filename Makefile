@@ -12,7 +12,7 @@ STAMP := $(VENV)/.installed
 NOT_LONG := not slow and not model
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test quick lint types wheel clean print-torch
+.PHONY: help install demo test quick lint types gpu-check wheel clean print-torch
 
 # Lists the targets with the sentence behind their double hash.
 help: ## this list
@@ -49,6 +49,11 @@ lint: $(STAMP) ## ruff: rules and format
 # Strict types over the library and its tests.
 types: $(STAMP) ## mypy, strict
 	$(BIN)/mypy
+
+# What only a GPU can show, in under six minutes: benchmarks/results/gpu-NAME.json. `NAME=h200 make gpu-check`.
+NAME ?= $(shell hostname)
+gpu-check: $(STAMP) ## on a CUDA machine: its tests, kernels, copies and decoding, in one record
+	$(BIN)/python -m tierkv.benchmarks.gpu_check --out benchmarks/results/gpu-$(NAME).json
 
 # setuptools packs whatever an earlier build left behind, deleted modules included, so that is removed first.
 wheel: $(STAMP) ## build the wheel into dist/

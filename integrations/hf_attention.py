@@ -36,14 +36,16 @@ UNKNOWN: Final = ("position_bias", "indices", "block_indices")
 """Arguments that change what attention computes and that there is no kernel for (5.24)."""
 
 
-def why_gathered(model: PreTrainedModel, config: Any, layout: BlockLayout) -> str:
+def why_gathered(model: PreTrainedModel, config: Any, layout: BlockLayout, *, computes_on_cpu: bool = False) -> str:
     """Return why attention of a model cannot read blocks where they lie; empty where it can.
 
     Args:
         model: that shall be attached.
         config: of its decoder.
         layout: of its tiered layers.
+        computes_on_cpu: whether the CPU attends to blocks in host memory, whatever the model runs on.
     """
+    devices = {model.device, torch.device("cpu")} if computes_on_cpu else {model.device}
     name = getattr(config, "model_type", "")
     if name not in FAMILIES:
         return f"{name or type(model).__name__} is not one of the families whose attention can read blocks"
@@ -52,9 +54,10 @@ def why_gathered(model: PreTrainedModel, config: Any, layout: BlockLayout) -> st
         if not heads or heads % group.kv_heads:
             return f"{heads} query heads do not divide among {group.kv_heads} KV heads"
         dtype = getattr(torch, layout.dtype)
-        reason = dispatch.unsupported(model.device, dtype, group.key_dim, group.value_dim, heads // group.kv_heads)
-        if reason:
-            return reason
+        for device in devices:
+            reason = dispatch.unsupported(device, dtype, group.key_dim, group.value_dim, heads // group.kv_heads)
+            if reason:
+                return reason
     # The implementation is named by the config that attention looks at, which must be the one that is changed.
     if any(hasattr(m, "layer_idx") and getattr(m, "config", config) is not config for m in model.modules()):
         return "its attention layers have configs of their own"

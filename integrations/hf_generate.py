@@ -82,7 +82,8 @@ def attach(
 def _why_gathered(model: PreTrainedModel, config: CacheConfig, layout: BlockLayout) -> str:
     if config.attention.path == "gathered":
         return 'attention.path = "gathered" asks for it'
-    reason = why_gathered(model, text_config(model), layout)
+    computes_on_cpu = config.attention.cold_read == "compute"
+    reason = why_gathered(model, text_config(model), layout, computes_on_cpu=computes_on_cpu)
     if reason and config.attention.path == "paged":
         raise UnsupportedModel(f'attention.path = "paged" is not possible: {reason}; use "auto" or "gathered"')
     return reason

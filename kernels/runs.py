@@ -5,7 +5,7 @@ may lie in different pools or buffers, so one launch reads device memory, staged
 without a copy. All layers of a group share one table: layer ``member`` lies ``member`` strides further.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 import torch
@@ -57,8 +57,3 @@ class Runs:
     def rows(self) -> int:
         """Sequences."""
         return self.row_starts.numel() - 1
-
-    def cpu(self) -> "Runs":
-        """Return the table where the CPU can read it; the memory must be such that it can read that too."""
-        starts = None if self.starts is None else self.starts.cpu()
-        return replace(self, table=self.table.cpu(), row_starts=self.row_starts.cpu(), starts=starts)

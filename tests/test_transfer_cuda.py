@@ -50,11 +50,13 @@ def test_each_direction_has_its_stream_and_the_host_waits_for_none(cuda):
     assert cuda.log == [
         ("compute", "record"),
         ("stream 1", "wait for compute"),
+        ("stream 1", "record"),  # when the copies begin, for their time
         ("stream 1", "copy"),
         ("stream 1", "record"),
         ("compute", "wait for stream 1"),
         ("compute", "record"),
         ("stream 2", "wait for compute"),
+        ("stream 2", "record"),
         ("stream 2", "copy"),
         ("stream 2", "record"),
         ("compute", "wait for stream 2"),
@@ -146,7 +148,8 @@ def test_a_forgotten_ticket_keeps_its_tensors_until_the_copy_has_run(cuda):
 
 def test_the_real_api_is_that_of_torch():
     api = TorchCuda()
-    assert (api.new_stream, api.new_event) == (torch.cuda.Stream, torch.cuda.Event)
+    assert api.new_stream is torch.cuda.Stream
+    assert (api.new_event.func, api.new_event.keywords) == (torch.cuda.Event, {"enable_timing": True})
     assert (api.current_stream, api.use) == (torch.cuda.current_stream, torch.cuda.stream)
     destination = torch.zeros(4)
     api.copy(destination, data(4))

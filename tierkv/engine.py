@@ -133,7 +133,11 @@ class Engine:
     def stats(self) -> Stats:
         """Return a snapshot of where every byte is, what moved and what waited. Any thread; not after close."""
         self.check_open()
-        timings = {"stall_seconds": self.fetcher.stall_seconds, "tail_copies": self.manager.num_tail_copies}
+        timings = {
+            "stall_seconds": self.fetcher.stall_seconds,
+            "copy_seconds": self.fetcher.copy_seconds,
+            "tail_copies": self.manager.num_tail_copies,
+        }
         return make_stats(self, Counters(**self._counts | timings), len(self._caches))
 
     def reserve(self, batch: SequenceBatch, rows: int, tokens: int, *, paged: bool = False) -> None:

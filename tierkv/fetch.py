@@ -51,6 +51,7 @@ class Fetcher:
             num_readers: disk reads of one fetch that run at the same time.
         """
         self.stall_seconds = 0.0
+        self.copy_seconds = 0.0
         self._stores = stores
         self._scratch = scratch
         self._transfers = transfers
@@ -89,6 +90,7 @@ class Fetcher:
         """
         for ticket in self._tickets.values():
             self._transfers.settle(ticket)
+        self.copy_seconds += sum(ticket.seconds for ticket in self._tickets.values())
         self._tickets = {}
 
     def _host_copy(self, layer: int, piece: Piece) -> Copy:

@@ -35,7 +35,10 @@ class Counters:
     tokens: int = 0
     """Tokens appended to tiered caches, summed over rows."""
     stall_seconds: float = 0.0
-    """Time that forwards waited for copies."""
+    """Time that forwards waited for fetches of cold blocks, as the host saw it. On CUDA the compute stream waits instead,
+    which is not counted here; ``make gpu-check`` measures it with events."""
+    copy_seconds: float = 0.0
+    """Time that those fetches took, each from its begin to its end."""
     room_waits: int = 0
     """Times a forward had to wait for blocks to move down before it could begin."""
     tail_copies: int = 0
@@ -70,6 +73,9 @@ class Stats:
     """Model layers whose KV lives in the tiers."""
     native_layers: int
     """Model layers left to transformers (recurrent, indexed, shared), whose bytes are not counted here."""
+    overlap: float | None
+    """Share of the fetches' time that was hidden behind computing, 1 - stall / copy; None where nothing was fetched, and
+    on CUDA, where waits are not known to the host."""
     note: str
     """One sentence on what the tiers did for this run, or why they gained nothing."""
     counters: Counters = field(default_factory=Counters)

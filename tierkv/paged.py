@@ -174,7 +174,7 @@ class PagedReader:
                 query_there, self._runs_of(plan, group, by_cpu=True), member,
                 start=step.start, scale=scale, window=window, softcap=softcap,
             )  # fmt: skip
-            parts.append((part[0].to(query.device), part[1].to(query.device)))
+            parts.append((part[0].to(query.device, non_blocking=True), part[1].to(query.device, non_blocking=True)))
         if not self._own_in_place:
             parts.append(attention(self._runs_of_new(group, keys, values), 0))
         for chunk in range(len(plan.chunks)):
@@ -262,16 +262,15 @@ class PagedReader:
         """Return the table of what the device, or the CPU, reads where it lies. All layers of a group share it."""
         key = group, by_cpu
         if key not in plan.runs:
-            runs = self._runs_in_pools(group, plan.by_cpu if by_cpu else plan.in_place)
-            plan.runs[key] = runs.cpu() if by_cpu else runs
+            plan.runs[key] = self._runs_in_pools(group, plan.by_cpu if by_cpu else plan.in_place, by_cpu=by_cpu)
         return plan.runs[key]
 
-    def _runs_in_pools(self, group: int, rows: Sequence[Sequence[Extent]]) -> "Runs":
+    def _runs_in_pools(self, group: int, rows: Sequence[Sequence[Extent]], *, by_cpu: bool = False) -> "Runs":
         lines = [
             [self._stores.slab(e.tier).line(group, e.run, e.first_token, e.stop - e.start, e.start) for e in extents]
             for extents in rows
         ]
-        return self._runs(group, lines)
+        return self._runs(group, lines, by_cpu=by_cpu)
 
     def _runs_of_chunk(self, layer: int, chunk: int, unit: int) -> "Runs":
         """Return the table of a chunk in its buffer. Layers of a group share it: their buffers are the same memory."""
@@ -299,23 +298,30 @@ class PagedReader:
         return self._runs(group, lines, (keys, values))
 
     def _runs(
-        self, group: int, lines: Sequence[Sequence[tuple[int, ...]]], memory: "tuple[torch.Tensor, ...]" = ()
+        self,
+        group: int,
+        lines: Sequence[Sequence[tuple[int, ...]]],
+        memory: "tuple[torch.Tensor, ...]" = (),
+        *,
+        by_cpu: bool = False,
     ) -> "Runs":
         import torch
 
         from tierkv.kernels.runs import Column, Runs
 
-        spec, device = self._layout.groups[group], self._stores.device.device
+        spec = self._layout.groups[group]
         flat = [line for row in lines for line in row]
         row_starts = [0, *itertools.accumulate(map(len, lines))]
         starts = [0, *itertools.accumulate(line[Column.TOKENS] for line in flat)]
-        table, row_starts_there, starts_there = (
-            torch.tensor(numbers, dtype=torch.int64).to(device) for numbers in (flat, row_starts, starts)
-        )
+        # One tensor, so that a GPU gets all of it in one small copy that nothing waits for.
+        numbers = torch.tensor([*itertools.chain(*flat), *row_starts, *starts], dtype=torch.int64)
+        if not by_cpu:
+            numbers = numbers.to(self._stores.device.device, non_blocking=True)
+        after_table, after_rows = len(flat) * len(Column), len(flat) * len(Column) + len(row_starts)
         return Runs(
-            table=table.view(-1, len(Column)),
-            row_starts=row_starts_there,
-            starts=starts_there,
+            table=numbers[:after_table].view(-1, len(Column)),
+            row_starts=numbers[after_table:after_rows],
+            starts=numbers[after_rows:],
             most_tokens=max(starts[end] - starts[begin] for begin, end in itertools.pairwise(row_starts)),
             members=len(spec.members),
             kv_heads=spec.kv_heads,

@@ -30,9 +30,16 @@ def make_stats(engine: "Engine", counters: Counters, caches: int) -> Stats:
         read_path_reason=engine.gathered_because or "attention of this model reads blocks where they lie",
         tiered_layers=len(engine.layout.layers),
         native_layers=engine.native_layers,
+        overlap=_overlap(engine, counters),
         note=_note(engine, counters, live, {tier: blocks for tier, (blocks, _) in census.items()}),
         counters=counters,
     )
+
+
+def _overlap(engine: "Engine", counters: Counters) -> float | None:
+    if engine.device.type != "cpu" or not counters.copy_seconds:
+        return None
+    return max(0.0, 1 - counters.stall_seconds / counters.copy_seconds)
 
 
 def _wires(engine: "Engine") -> list[Wire]:

@@ -7,6 +7,7 @@ so (``tierkv.testing.transfers``). The shared suite is ``tierkv.testing.transfer
 """
 
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -52,6 +53,8 @@ class Ticket:
     copies: Sequence[Copy]
     error: BaseException | None = None
     done: Latch = field(default_factory=Latch)
+    seconds: float = 0.0
+    """From the begin of its first copy to the end of its last, once it is done; 0 where nobody measures it."""
 
     @property
     def num_bytes(self) -> int:
@@ -198,11 +201,13 @@ class _Countdown:
 
     def __init__(self, count: int, ticket: Ticket, under_way: set[Ticket]) -> None:
         self._left = count
+        self._began = 0.0
         self._ticket = ticket
         self._under_way = under_way
         self._lock = threading.Lock()
 
     def run(self, copy: Copy) -> None:
+        self._began = self._began or time.perf_counter()
         try:
             run_here(copy)
         except BaseException as error:  # noqa: BLE001 - handed to whoever waits for the ticket
@@ -217,6 +222,7 @@ class _Countdown:
                 self._ticket.fail(error)
             last = self._left == 0
         if last:
+            self._ticket.seconds = time.perf_counter() - self._began
             self._under_way.discard(self._ticket)
             self._ticket.finish()
 

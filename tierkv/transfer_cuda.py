@@ -7,6 +7,7 @@ The few CUDA calls go through ``CudaApi``, so that the order of streams and even
 (``tierkv.testing.fake_cuda``).
 """
 
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
 FIRST_PAUSE_SECONDS: Final = 20e-6
-LONGEST_PAUSE_SECONDS: Final = 1e-3
+LONGEST_PAUSE_SECONDS: Final = 1e-4
 """Between two looks at an event. Waiting inside CUDA would be neither bounded nor open to Ctrl-C."""
 
 
@@ -34,7 +35,7 @@ class CudaApi(Protocol):
         """Return a stream: ``wait_event(event)``, ``synchronize()``."""
 
     def new_event(self) -> Any:
-        """Return an event: ``record(stream)``, ``query()``, ``synchronize()``."""
+        """Return an event: ``record(stream)``, ``query()``, ``synchronize()``, ``elapsed_time(later)`` in ms."""
 
     def current_stream(self, device: Any) -> Any:
         """Return the stream that the calling thread enqueues on."""
@@ -53,7 +54,7 @@ class TorchCuda:
         import torch
 
         self.new_stream = torch.cuda.Stream
-        self.new_event = torch.cuda.Event
+        self.new_event = functools.partial(torch.cuda.Event, enable_timing=True)
         self.current_stream = torch.cuda.current_stream
         self.use = torch.cuda.stream
 
@@ -70,11 +71,15 @@ class CudaTicket(Ticket):
         enqueued: every tensor copy is on its stream and ``events`` is complete.
         stored: every ``store`` stage has run.
         events: recorded behind the tensor copies, one per stream used.
+        starts: recorded before them.
+        load_seconds: that the ``load`` stages took.
     """
 
     enqueued: Latch = field(default_factory=Latch)
     stored: Latch = field(default_factory=Latch)
     events: list[Any] = field(default_factory=list)
+    starts: list[Any] = field(default_factory=list)
+    load_seconds: float = 0.0
 
 
 class CudaTransfers(TransferEngine):
@@ -144,6 +149,8 @@ class CudaTransfers(TransferEngine):
                 pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
         _await(ticket, ticket.stored, deadline)
         self._under_way.discard(ticket)
+        on_streams = [start.elapsed_time(end) / 1e3 for start, end in zip(ticket.starts, ticket.events, strict=False)]
+        ticket.seconds = ticket.load_seconds + max(on_streams, default=0.0)
         ticket.finish()
         wait_for(ticket, timeout_seconds)
 
@@ -164,6 +171,9 @@ class CudaTransfers(TransferEngine):
             if not copies:
                 continue
             stream.wait_event(ready)
+            start = self._api.new_event()
+            start.record(stream)
+            ticket.starts.append(start)
             try:
                 with self._api.use(stream):
                     for copy in copies:
@@ -178,9 +188,11 @@ class CudaTransfers(TransferEngine):
     def _load_then_enqueue(self, ticket: CudaTicket, ready: Any) -> None:
         # Host memory knows no streams: what the caller has enqueued may still read what is loaded here.
         ready.synchronize()
+        began = time.perf_counter()
         for copy in ticket.copies:
             if copy.load is not None:
                 copy.load()
+                ticket.load_seconds = time.perf_counter() - began
             if _stays_on_host(copy):
                 for destination, source in copy.tensors:
                     destination.copy_(source)

@@ -85,7 +85,7 @@ def test_a_failed_self_check_is_said_and_ends_with_1(cli, tiny, monkeypatch):
 def outcome(**changes):
     """Make the outcome of a good run, with changes."""
     tiers = {name: TierStats(100, 80, 90, 5, 0, 6) for name in ("device", "host", "disk")}
-    stats = Stats(tiers, {}, 1000, 1, "gathered", "", 1, 0, "")
+    stats = Stats(tiers, {}, 1000, 1, "gathered", "", 1, 0, None, "")
     streams = []
     for tokens in ([1, 2, 3], changes.pop("tokens", [1, 2, 3])):
         streams.append(TokenStream())

@@ -67,6 +67,10 @@ class FakeEvent:
         self._cuda.let_time_pass()
         return self.mark.passed
 
+    def elapsed_time(self, later: "FakeEvent") -> float:  # noqa: ARG002 - time is not simulated
+        """Return the milliseconds between two marks."""
+        return 0.0
+
     def synchronize(self) -> None:
         """Block the host until the mark has passed."""
         mark = self.mark

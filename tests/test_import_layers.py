@@ -22,7 +22,7 @@ LAYERS = (
     ("storage", "kernels"),
     ("block_pool", "block_table", "moves", "places", "placement", "eviction", "transfer"),
     ("manager",),
-    ("prefetch", "paged", "fetch", "scratch", "stores"),
+    ("prefetch", "paged", "run_tables", "fetch", "scratch", "stores"),
     ("gate", "machine", "mover", "usage", "report", "new_tokens", "sequences", "engine"),
     ("integrations",),
     ("__init__", "cost", "plan", "tune", "simulate", "testing", "benchmarks"),

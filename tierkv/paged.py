@@ -7,7 +7,6 @@ results are merged by their log-sum-exp. So a context may exceed the device by a
 chunk, not as a layer.
 """
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal
@@ -16,6 +15,7 @@ from tierkv.block_table import Extent
 from tierkv.fetch import Fetcher, Piece, clip
 from tierkv.layout import BlockLayout
 from tierkv.moves import Step
+from tierkv.run_tables import Dense, runs_in_pools, runs_in_tensors
 from tierkv.scratch import Scratch
 from tierkv.tier import Run, Tier
 
@@ -120,7 +120,7 @@ class PagedReader:
         assert self._step is not None
         group, member = self._layout.group_of[layer]
         if group not in self._new:
-            self._new[group] = self._runs_in_pools(group, self._step.writes)
+            self._new[group] = runs_in_pools(self._stores, group, self._step.writes)
         dispatch.append(keys, values, self._new[group], member)
         return True
 
@@ -198,6 +198,7 @@ class PagedReader:
         if self._step is step:
             self._fetcher.settle()
             self._step = None
+            self._plans, self._new = {}, {}  # they keep scratch alive
 
     # -- what is read -----------------------------------------------------------------------------------------------
 
@@ -262,15 +263,9 @@ class PagedReader:
         """Return the table of what the device, or the CPU, reads where it lies. All layers of a group share it."""
         key = group, by_cpu
         if key not in plan.runs:
-            plan.runs[key] = self._runs_in_pools(group, plan.by_cpu if by_cpu else plan.in_place, by_cpu=by_cpu)
+            rows = plan.by_cpu if by_cpu else plan.in_place
+            plan.runs[key] = runs_in_pools(self._stores, group, rows, on_cpu=by_cpu)
         return plan.runs[key]
-
-    def _runs_in_pools(self, group: int, rows: Sequence[Sequence[Extent]], *, by_cpu: bool = False) -> "Runs":
-        lines = [
-            [self._stores.slab(e.tier).line(group, e.run, e.first_token, e.stop - e.start, e.start) for e in extents]
-            for extents in rows
-        ]
-        return self._runs(group, lines, by_cpu=by_cpu)
 
     def _runs_of_chunk(self, layer: int, chunk: int, unit: int) -> "Runs":
         """Return the table of a chunk in its buffer. Layers of a group share it: their buffers are the same memory."""
@@ -280,10 +275,10 @@ class PagedReader:
         if key not in plan.arriving:
             pieces = plan.chunks[chunk]
             views = self._scratch.pieces(layer, unit, [extent.stop - extent.start for _, extent in pieces])
-            lines: list[list[tuple[int, ...]]] = [[] for _ in plan.in_place]
+            rows: list[list[Dense]] = [[] for _ in plan.in_place]
             for (row, extent), (keys, values) in zip(pieces, views, strict=True):
-                lines[row].append(_line(keys, values, extent.start))
-            plan.arriving[key] = self._runs(group, lines)
+                rows[row].append((keys, values, extent.start))
+            plan.arriving[key] = runs_in_tensors(self._stores, group, rows)
         return plan.arriving[key]
 
     def _runs_of_new(self, group: int, keys: "torch.Tensor", values: "torch.Tensor") -> "Runs":
@@ -291,49 +286,8 @@ class PagedReader:
         step = self._step
         assert step is not None
         keys, values = keys.contiguous(), values.contiguous()
-        lines = []
+        rows = []
         for row in range(keys.shape[0]):
             skip = min(step.count, max(0, self._first_seen[row] - step.start))
-            lines.append([_line(keys[row, :, skip:], values[row, :, skip:], step.start + skip)])
-        return self._runs(group, lines, (keys, values))
-
-    def _runs(
-        self,
-        group: int,
-        lines: Sequence[Sequence[tuple[int, ...]]],
-        memory: "tuple[torch.Tensor, ...]" = (),
-        *,
-        by_cpu: bool = False,
-    ) -> "Runs":
-        import torch
-
-        from tierkv.kernels.runs import Column, Runs
-
-        spec = self._layout.groups[group]
-        flat = [line for row in lines for line in row]
-        row_starts = [0, *itertools.accumulate(map(len, lines))]
-        starts = [0, *itertools.accumulate(line[Column.TOKENS] for line in flat)]
-        # One tensor, so that a GPU gets all of it in one small copy that nothing waits for.
-        numbers = torch.tensor([*itertools.chain(*flat), *row_starts, *starts], dtype=torch.int64)
-        if not by_cpu:
-            numbers = numbers.to(self._stores.device.device, non_blocking=True)
-        after_table, after_rows = len(flat) * len(Column), len(flat) * len(Column) + len(row_starts)
-        return Runs(
-            table=numbers[:after_table].view(-1, len(Column)),
-            row_starts=numbers[after_table:after_rows],
-            starts=numbers[after_rows:],
-            most_tokens=max(starts[end] - starts[begin] for begin, end in itertools.pairwise(row_starts)),
-            members=len(spec.members),
-            kv_heads=spec.kv_heads,
-            key_dim=spec.key_dim,
-            value_dim=spec.value_dim,
-            dtype=getattr(torch, self._layout.dtype),
-            memory=memory,
-        )
-
-
-def _line(keys: "torch.Tensor", values: "torch.Tensor", position: int) -> tuple[int, ...]:
-    """Return a line of ``Runs.table`` for K and V ``[kv_heads, tokens, dim]``, dense in the last two."""
-    return (
-        keys.data_ptr(), values.data_ptr(), 0, 0, keys.stride(0), values.stride(0), keys.shape[1], position,
-    )  # fmt: skip
+            rows.append([(keys[row, :, skip:], values[row, :, skip:], step.start + skip)])
+        return runs_in_tensors(self._stores, group, rows)

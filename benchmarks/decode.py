@@ -107,7 +107,7 @@ def measure(
         advance: called ``steps_of(caches, rounds)`` times.
 
     Returns:
-        ``rows``, one a cache, and for the resident tiered cache ``attention_bytes_per_second`` and
+        ``rows``, one a cache, ``left_out``, and for the resident tiered cache ``attention_bytes_per_second`` and
         ``memory_read_bytes_per_second``.
 
     Raises:
@@ -116,12 +116,14 @@ def measure(
     model = smollm2_shapes(dtype)
     token = torch.tensor([[11]])
     with ExitStack() as stack, torch.inference_mode():
-        subjects = []
+        subjects: list[Subject] = []
+        left_out: list[dict[str, Any]] = []
         for name in caches:
             try:
                 subjects.append(stack.enter_context(_filled(name, model, token, context, WARM_UP + rounds, disk_path)))
                 advance()
             except _LeftOut as reason:
+                left_out.append({"cache": name, "context": context, "dtype": dtype, "reason": str(reason)})
                 say(f"{name} at {context:,} tokens in {dtype} is left out: {reason}")
         _check(subjects, dtype)
         for _ in range(WARM_UP):
@@ -140,7 +142,7 @@ def measure(
         resident = next((subject for subject in subjects if subject.name == "tierkv"), None)
         if resident is not None:
             extra = _bandwidths(resident, kv_bytes, rounds)
-    return {"rows": rows, **extra}
+    return {"rows": rows, "left_out": left_out, **extra}
 
 
 def steps_of(caches: Sequence[str], rounds: int) -> int:
@@ -235,8 +237,8 @@ def _filled(
     else:
         try:
             cache = QuantizedCache("quanto", config=model.config, nbits=4)
-        except ImportError as error:
-            raise _LeftOut(str(error).splitlines()[0]) from None
+        except ImportError:
+            raise _LeftOut("it needs the package optimum-quanto") from None
     for layer, (keys, values) in enumerate(synthetic_kv(model, context)):
         cache.update(keys, values, layer)
     yield Subject(name, _stepper(model, token, cache), lambda: _tensor_bytes(cache))
@@ -281,9 +283,11 @@ def _tiered(
         try:
             engine = stack.enter_context(tierkv.attach(_twin(model), config))
             cache = engine.new_cache()
-            engine.reserve(cache.sequences, 1, context + room, paged=not engine.gathered_because)
+            engine.reserve(cache.sequences, 1, context + room, paged=True)
         except TierKVError as error:
             raise _LeftOut(str(error)) from None
+        if engine.gathered_because:
+            raise _LeftOut(f"attention cannot read blocks here: {engine.gathered_because}")
         cache.sequences.first_seen = ()
         for layer, (keys, values) in enumerate(synthetic_kv(model, context)):
             cache.sequences.append_paged(layer, keys, values)

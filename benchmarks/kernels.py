@@ -22,6 +22,11 @@ LAYERS: Final = 4
 """More than the processor's caches hold at long contexts; each call reads the next one."""
 
 
+def unsupported(dtype: str) -> str:
+    """Return why the kernels cannot run here; empty where they can."""
+    return dispatch.unsupported(torch.device("cpu"), getattr(torch, dtype), HEAD_DIM, HEAD_DIM, GROUP)
+
+
 def measure(context: int, dtype: str, rounds: int) -> dict[str, Any]:
     """Time attention of one query over ``context`` tokens, and what goes with it; all take turns.
 

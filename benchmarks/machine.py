@@ -32,6 +32,16 @@ def description() -> dict[str, Any]:
     }
 
 
+def file_system(folder: Path) -> str:
+    """Name the kind of file system that a folder lies on."""
+    best = ("", "unknown")
+    for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines():
+        _, mount, kind, *_ = line.split()
+        if folder.resolve().is_relative_to(mount) and len(mount) > len(best[0]):
+            best = mount, kind
+    return best[1]
+
+
 def memory_read_bytes_per_second(num_bytes: int) -> float:
     """Read so much anonymous memory once with all threads, beyond what caches hold, and return the rate."""
     data = _memory(max(2**28, -(-num_bytes // 2**20) * 2**20))

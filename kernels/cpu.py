@@ -9,6 +9,7 @@ import functools
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -17,6 +18,7 @@ from typing import Final
 
 import torch
 
+from tierkv.errors import TierKVError
 from tierkv.kernels.runs import Runs
 
 SOURCE: Final = Path(__file__).with_name("cpu.cpp")
@@ -40,7 +42,7 @@ MIN_SPLIT_TOKENS: Final = 256
 COMPILE_SECONDS: Final = 120
 
 
-class CompileError(RuntimeError):
+class CompileError(TierKVError, RuntimeError):
     """The kernel cannot be compiled or loaded here; the message says why in one line."""
 
 
@@ -170,24 +172,39 @@ class _Library:
 @functools.cache
 def _library(dtype: torch.dtype, key_dim: int, value_dim: int, group: int) -> _Library:
     shape = {"ELEMENT": ELEMENTS[dtype], "KEY_DIM": key_dim, "VALUE_DIM": value_dim, "GROUP": group}
-    compiler = os.environ.get("CXX") or "c++"
-    if shutil.which(compiler) is None:
-        raise CompileError(f"there is no C++ compiler ({compiler}); install one, or name it in CXX")
-    command = [compiler, *FLAGS, *(f"-D{name}={value}" for name, value in shape.items())]
+    flags = [*FLAGS, *(f"-D{name}={value}" for name, value in shape.items())]
     if platform.machine() in ("x86_64", "AMD64"):
-        command.append(WIDE_VECTORS)
+        flags.append(WIDE_VECTORS)
     # The file is this machine's own: -march=native of another one in the same home folder would not run here.
-    seen = repr((command, SOURCE.read_bytes(), _processor(), torch.__version__)).encode()
+    seen = repr((flags, SOURCE.read_bytes(), _processor(), torch.__version__)).encode()
     path = cache_folder() / f"cpu-{hashlib.sha256(seen).hexdigest()[:24]}.so"
     try:
         if not path.exists():
-            _compile(command, path)
-        return _Library(path)
+            _compile(flags, path)
+        return _load(path, flags)
     except OSError as error:
-        raise CompileError(f"the compiled kernel cannot be kept or loaded: {error}") from None
+        raise CompileError(
+            f"the compiled kernel cannot be kept or loaded ({error}); set TIERKV_CACHE_DIR to a folder that can be written to"
+        ) from None
 
 
-def _compile(command: list[str], path: Path) -> None:
+def _load(path: Path, flags: list[str]) -> _Library:
+    """Load a compiled kernel; one that is damaged is compiled again, once."""
+    try:
+        return _Library(path)
+    except (OSError, AttributeError):
+        _compile(flags, path)
+    try:
+        return _Library(path)
+    except AttributeError as error:
+        raise OSError(str(error)) from None
+
+
+def _compile(flags: list[str], path: Path) -> None:
+    compiler = shlex.split(os.environ.get("CXX") or "c++")
+    if shutil.which(compiler[0]) is None:
+        raise CompileError(f"there is no C++ compiler ({compiler[0]}); install one, or name it in CXX")
+    command = [*compiler, *flags]
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         made = Path(folder) / path.name

@@ -127,8 +127,9 @@ class AttentionConfig(_Section):
     )
     cold_read: Literal["auto", "stream", "compute", "promote"] = Field(
         default="auto",
-        description="Blocks below the device. stream: through staging buffers. compute: attention on the CPU where "
-        "they lie. promote: move them up for good. auto: by measured bandwidth.",
+        description="How the paged path reads blocks in host memory; those on disk are always streamed. stream: through "
+        "buffers on the device. compute: attention on the CPU, where they lie. promote: as stream, and move up for good "
+        "what there is room for. auto: in place where the device is a CPU, otherwise as promote.",
     )
 
 

@@ -154,7 +154,12 @@ class Engine:
         """
         with self.exclusive():
             own = {block for table in batch.tables for block in table.blocks}
-            plan = self.capacity.plan(rows, tokens, self._live_blocks() - len(own), paged=paged)
+            try:
+                plan = self.capacity.plan(rows, tokens, self._live_blocks() - len(own), paged=paged)
+            except CapacityError as error:
+                if paged or not self.gathered_because:
+                    raise
+                raise CapacityError(f"{error}. Layers are gathered whole here: {self.gathered_because}") from None
             enough = self.manager.pools[Tier.DEVICE].num_slots >= plan.device_slots
             if not (self._live_blocks() and enough and self.scratch.holds(plan.buffer_tokens)):
                 self._divide(plan)

@@ -26,14 +26,28 @@ def make_stats(engine: "Engine", counters: Counters, caches: int) -> Stats:
         moved_bytes={wire.label: engine.moved.get(wire, 0) for wire in _wires(engine)},
         kv_bytes_total=live * engine.layout.block_bytes,
         caches=caches,
-        read_path="gathered" if engine.gathered_because else "paged",
-        read_path_reason=engine.gathered_because or "attention of this model reads blocks where they lie",
+        read_path="paged"
+        if counters.paged_forwards or not (engine.gathered_because or counters.forwards)
+        else "gathered",
+        read_path_reason=_read_path_reason(engine, counters),
         tiered_layers=len(engine.layout.layers),
         native_layers=engine.native_layers,
         overlap=_overlap(engine, counters),
         note=_note(engine, counters, live, {tier: blocks for tier, (blocks, _) in census.items()}),
         counters=counters,
     )
+
+
+def _read_path_reason(engine: "Engine", counters: Counters) -> str:
+    if engine.gathered_because:
+        return engine.gathered_because
+    gathered = counters.forwards - counters.paged_forwards
+    if gathered:
+        return (
+            f"{gathered:,} of {counters.forwards:,} forwards gathered layers: a mask with holes, inputs besides ids, attention "
+            f"weights that were asked for, or training"
+        )
+    return "attention of this model reads blocks where they lie"
 
 
 def _overlap(engine: "Engine", counters: Counters) -> float | None:

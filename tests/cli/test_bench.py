@@ -23,6 +23,26 @@ def test_bad_options_are_one_line(cli, options, words):
     assert_one_line_error(cli("bench", "decode", *options), *words)
 
 
+@pytest.mark.parametrize("kind", ["decode", "kernels"])
+def test_a_record_that_could_not_be_kept_is_refused_before_anything_runs(cli, tmp_path, kind):
+    assert_one_line_error(cli("bench", kind, "--save", str(tmp_path)), "--save", "Is a directory")
+    assert_one_line_error(cli("bench", kind, "--save", "/proc/x/y"), "--save /proc/x/y", "file that can be written")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_path_that_is_a_file_is_one_line(cli, tmp_path):
+    file = tmp_path / "file"
+    file.write_text("")
+    assert_one_line_error(cli("bench", "decode", "--disk-path", str(file)), f"--disk-path {file}", "give a folder")
+
+
+@pytest.mark.slow
+def test_without_a_compiler_there_is_one_line(start, tmp_path):
+    code, _, stderr = finish(start("bench", "kernels", CXX="no-such-compiler", TIERKV_CACHE_DIR=str(tmp_path)))
+    assert (code, stderr.count("\n")) == (2, 1)
+    assert "there is no C++ compiler" in stderr
+
+
 @pytest.mark.slow
 def test_decode_prints_one_object_and_keeps_it(start, tmp_path):
     kept = tmp_path / "new" / "record.json"

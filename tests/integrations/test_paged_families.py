@@ -113,8 +113,10 @@ def test_a_mask_with_a_hole_is_gathered(lab, tiny_model):
     stock = lab.stock(model, **batch, **NEW)
     with lab.attach(model, rows=2, tokens=130) as engine:
         ours = model.generate(**batch, **NEW)
-        assert engine.stats().counters.paged_forwards == 0
+        stats = engine.stats()
     assert all(map(torch.equal, ours.logits, stock.logits))
+    assert (stats.read_path, stats.counters.paged_forwards) == ("gathered", 0)
+    assert stats.read_path_reason.startswith("24 of 24 forwards gathered layers: a mask with holes")
 
 
 @pytest.mark.parametrize("how", ["weights are asked for", "training"])

@@ -237,6 +237,7 @@ def test_without_a_compiler_the_reason_is_one_line(tmp_path):
         "there is no C++ compiler (no-such-compiler); install one, or name it in CXX"
     )
     assert in_fresh_process(ask, CXX="false", **folder).startswith("false cannot compile the CPU kernel")
+    assert in_fresh_process(ask, CXX="c++ -fno-such-flag", **folder).startswith("c++ cannot compile the CPU kernel")
     file = tmp_path / "file"
     file.write_text("")
     assert in_fresh_process(ask, TIERKV_CACHE_DIR=str(file)).startswith("the compiled kernel cannot be kept or loaded")

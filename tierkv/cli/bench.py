@@ -2,12 +2,14 @@
 
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from tierkv.cli.console import BadInput, out, print_json, reserve_stdout, save_json
+from tierkv.cli.console import BadInput, check_savable, out, print_json, reserve_stdout, save_json
 from tierkv.cli.process import nothing_to_clean_up
 from tierkv.cli.progress import Progress
 from tierkv.sizes import format_bytes, free_memory
@@ -62,6 +64,7 @@ def decode(
     """
     lengths = [_whole(part, "--contexts") for part in _parts(contexts)]
     kinds = _known(dtypes, DTYPES, "--dtypes")
+    check_savable(save, "--save")
     with reserve_stdout(as_json):
         result = _run(lengths, kinds, caches, rounds, disk_path)
     result["command"] = _command()
@@ -90,11 +93,15 @@ def kernels(
     """Time attention over blocks by itself, beside PyTorch's over dense tensors and a plain read of memory."""
     lengths = [_whole(part, "--contexts") for part in _parts(contexts)]
     kinds = _known(dtypes, DTYPES, "--dtypes")
+    check_savable(save, "--save")
     with reserve_stdout(as_json):
         progress = Progress()
         with nothing_to_clean_up():
             from tierkv.benchmarks import kernels as measured
             from tierkv.benchmarks import machine
+        for dtype in kinds:
+            if reason := measured.unsupported(dtype):
+                raise BadInput(f"there is nothing to time: {reason}")
         rows = []
         with progress.stage("kernels", "timing kernels", len(lengths) * len(kinds)) as stage:
             for dtype in kinds:
@@ -118,6 +125,7 @@ def kernels(
         share = rate / row["memory_read_bytes_per_second"]
         table.add_row(row["dtype"], f"{row['context']:,}", *times, f"{rate / 1e9:.1f}", f"{share:.0%}")
     out.print(table)
+    out.print("of a read: K and V that attention reads in a second, as a share of a plain read of memory", style="dim")
 
 
 def _command() -> str:
@@ -143,15 +151,18 @@ def _run(contexts: list[int], dtypes: list[str], caches: str, rounds: int, disk_
         "rounds": rounds,
         "machine": machine.description(),
         "rows": [],
+        "left_out": [],
         "attention": [],
     }
-    with tempfile.TemporaryDirectory(prefix="tierkv-bench-", dir=disk_path) as folder:
+    with _scratch_folder(disk_path) as folder:
+        result["file_system"] = machine.file_system(folder)
         for dtype in dtypes:
             for context in contexts:
                 total = decode.steps_of(chosen, rounds)
                 with progress.stage(f"{dtype}-{context}", f"{dtype}, {context:,} tokens", total) as stage:
-                    found = decode.measure(context, dtype, chosen, rounds, Path(folder), stage.say, stage.advance)
+                    found = decode.measure(context, dtype, chosen, rounds, folder, stage.say, stage.advance)
                 result["rows"] += found["rows"]
+                result["left_out"] += found["left_out"]
                 if "attention_bytes_per_second" in found:
                     rates = {
                         name: found[name] for name in ("attention_bytes_per_second", "memory_read_bytes_per_second")
@@ -162,6 +173,19 @@ def _run(contexts: list[int], dtypes: list[str], caches: str, rounds: int, disk_
         result |= {name: last[name] for name in ("attention_bytes_per_second", "memory_read_bytes_per_second")}
     result["seconds"] = progress.seconds
     return result
+
+
+@contextmanager
+def _scratch_folder(parent: str | None) -> Iterator[Path]:
+    """Give a folder for the disk tiers, gone afterwards."""
+    try:
+        if parent is not None:
+            Path(parent).mkdir(parents=True, exist_ok=True)
+        folder = tempfile.TemporaryDirectory(prefix="tierkv-bench-", dir=parent)
+    except OSError as error:
+        raise BadInput(f"--disk-path {parent}: {error.strerror}; give a folder that can be written to") from None
+    with folder as name:
+        yield Path(name)
 
 
 def _print(result: dict[str, Any]) -> None:
@@ -180,7 +204,7 @@ def _print(result: dict[str, Any]) -> None:
     for one in result["attention"]:
         share = one["attention_bytes_per_second"] / one["memory_read_bytes_per_second"]
         out.print(
-            f"{one['dtype']}, {one['context']:,} tokens: attention reads {one['attention_bytes_per_second'] / 1e9:.1f} GB/s of "
+            f"{one['dtype']}, {one['context']:,} tokens: attention reads {format_bytes(one['attention_bytes_per_second'])}/s of "
             f"K and V, {share:.0%} of a plain read of memory",
             style="dim",
         )

@@ -147,14 +147,39 @@ def print_json(result: Mapping[str, Any]) -> None:
     sys.stdout.write(text + "\n")
 
 
-def save_json(path: str, result: Mapping[str, Any]) -> None:
-    """Write the JSON object of a command to a file, whole or not at all."""
+def check_savable(path: str | None, option: str) -> None:
+    """Find out before a long run whether its result can be kept.
+
+    Raises:
+        BadInput: it cannot.
+    """
+    if path is None:
+        return
     target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(result, indent=2, ensure_ascii=False, allow_nan=False)
-    beside = target.with_name(f".{target.name}.{os.getpid()}")
-    beside.write_text(text + "\n", encoding="utf-8")
-    beside.replace(target)
+    try:
+        if target.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "Is a directory")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        beside = _beside(target)
+        beside.touch()
+        beside.unlink()
+    except OSError as error:
+        raise BadInput(f"{option} {path}: {error.strerror}; give the name of a file that can be written") from None
+
+
+def save_json(path: str, result: Mapping[str, Any]) -> None:
+    """Write the JSON object of a command to a file, whole or not at all; ask ``check_savable`` before."""
+    target = Path(path)
+    beside = _beside(target)
+    try:
+        beside.write_text(json.dumps(result, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
+        beside.replace(target)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def _beside(target: Path) -> Path:
+    return target.with_name(f".{target.name}.{os.getpid()}")
 
 
 def _error(message: str) -> None:

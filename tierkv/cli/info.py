@@ -95,10 +95,21 @@ def collect(config: CacheConfig) -> dict[str, Any]:
         "write_queue_bytes": budgets.write_queue,
         "store_path": None if folder is None else str(folder),
         "store_writable": None if folder is None else "disk.path" not in problems,
+        "paged_attention": _paged_attention(device),
         "problems": problems,
         "notes": list(budgets.notes),
         "settings": {key: _plain(value) for key, value in config.explicit().items()},
     }
+
+
+def _paged_attention(device: Any) -> str:
+    """Say whether attention can read blocks where they lie, for the most usual shape; compiles the CPU's kernel for it."""
+    import torch
+
+    from tierkv.kernels import dispatch
+
+    reason = dispatch.unsupported(device, torch.float32, 64, 64, 1)
+    return f"not possible: {reason}" if reason else "possible"
 
 
 def _version(name: str) -> str | None:
@@ -167,6 +178,7 @@ def _print(found: dict[str, Any]) -> None:
                 "cpus": f"{found['cpus']}, torch uses {found['threads']} threads",
                 "RAM": f"{format_bytes(ram['free'])} free of {format_bytes(ram['total'])}",
                 "cgroup limit": "none" if limit is None else format_bytes(limit),
+                "paged attention": found["paged_attention"],
             }
         )
     )

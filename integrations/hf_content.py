@@ -128,6 +128,7 @@ class CacheContent:
         self.length = min(self.length, length)
         self._padded = None if self._padded else self._padded
 
+    @torch.inference_mode(mode=False)
     def select(self, indices: Sequence[int]) -> None:
         """Make row ``i`` what row ``indices[i]`` is now."""
         if self._ids is not None and self._mask is not None:
@@ -135,6 +136,7 @@ class CacheContent:
             self._ids, self._mask = self._ids[index], self._mask[index]
             self._padded = None if self._padded else self._padded
 
+    @torch.inference_mode(mode=False)
     def fork(self) -> "CacheContent":
         """Return an independent copy."""
         twin = CacheContent()
@@ -146,6 +148,7 @@ class CacheContent:
     def __deepcopy__(self, memo: dict[int, Any]) -> "CacheContent":
         return self.fork()
 
+    @torch.inference_mode(mode=False)  # later forwards may run outside of this one's mode
     def _grow(self, rows: int, length: int, device: torch.device) -> None:
         if self._ids is not None and self._ids.shape[1] >= length:
             return

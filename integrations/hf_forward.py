@@ -37,10 +37,9 @@ class WatchedForward:
         """Wrap the forward of ``module``, changing nothing; ``outermost`` where no watched module contains it."""
         self._engine = engine
         self._outermost = outermost
-        self._module = module
+        self._switch = AttentionSwitch.of(text_config(engine.model))
         self._inner = module.forward
         self._names = forward_parameters(module)
-        self._switch = AttentionSwitch(text_config(engine.model))
         run = torch.compiler.disable(self._run, recursive=False)
 
         @functools.wraps(self._inner)
@@ -53,14 +52,12 @@ class WatchedForward:
         named = dict(zip(self._names, args, strict=False)) | kwargs
         cache = next((named[name] for name in CACHE_ARGUMENTS if named.get(name) is not None), None)
         nested = isinstance(cache, TieredCache) and cache.in_forward and not self._outermost
-        if not isinstance(cache, TieredCache):
-            # Attention of the model is switched while a tiered forward runs, so another thread's must wait for its end.
-            with (
-                nullcontext() if self._engine.gathered_because or self._engine.closed else self._engine.gate.exclusive()
-            ):
-                return self._inner(*args, **kwargs)
         if nested or self._engine.closed:
             return self._inner(*args, **kwargs)
+        switch = self._switch
+        if not isinstance(cache, TieredCache):
+            with switch.off() if switch.mine else nullcontext():  # from a hook inside a tiered forward
+                return self._inner(*args, **kwargs)
         if cache.engine is not self._engine:
             raise UnsafeCall(
                 "the cache belongs to another model's engine; make one with this model's engine.new_cache()"
@@ -72,26 +69,23 @@ class WatchedForward:
             if not cache.sequences.length:
                 cache.weights = weights_stamp(self._engine.model)
             inputs = self._read(named)
-            cache.begin_forward(inputs, self._first_seen(inputs, named))
-            if cache.attends_in_place:
-                self._switch.on()
-            output = self._inner(*args, **kwargs)
+            cache.begin_forward(inputs, self._first_seen(inputs, named, cache.sequences.length))
+            with switch.on() if cache.attends_in_place else nullcontext():
+                output = self._inner(*args, **kwargs)
             completed = True
         finally:
             with deferred_interrupt():
-                self._switch.off()
                 try:
                     cache.end_forward(completed=completed)
                 finally:
                     cache.engine.gate.leave()
         return output
 
-    def _first_seen(self, inputs: ForwardInputs, named: dict[str, Any]) -> Sequence[int] | None:
+    def _first_seen(self, inputs: ForwardInputs, named: dict[str, Any], cached: int) -> Sequence[int] | None:
         """Return where each row begins, if this forward can attend over blocks; otherwise None."""
-        wants_weights = named.get("output_attentions") or getattr(self._engine.model.config, "output_attentions", False)
-        if self._engine.gathered_because or self._module.training or wants_weights:
+        if self._engine.gathered_because or named.get("output_attentions") or self._engine.gathers_now():
             return None
-        return first_seen(inputs)
+        return first_seen(inputs, cached)
 
     def _read(self, named: dict[str, Any]) -> ForwardInputs:
         """Find out what decides the KV of this forward."""

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from tierkv.config import CacheConfig, load_config
 from tierkv.engine import Engine
 from tierkv.errors import BlockLost, StoreFull, TierKVError, UnsafeCall, UnsupportedModel
-from tierkv.integrations.hf_attention import first_seen, why_gathered
+from tierkv.integrations.hf_attention import first_seen, why_gathered, why_not_now
 from tierkv.integrations.hf_cache import TieredCache
 from tierkv.integrations.hf_call import GenerateCall
 from tierkv.integrations.hf_compat import (
@@ -169,12 +169,18 @@ class ModelEngine(Engine):
     def _has_its_layers(self) -> bool:
         return num_cache_layers(self.model) == len(self.layout.layers) + self.native_layers
 
+    def gathers_now(self) -> bool:
+        """Whether the model, as it is at the moment, is one that cannot attend over blocks."""
+        config = text_config(self.model)
+        wants_weights = any(getattr(one, "output_attentions", False) for one in (config, self.model.config))
+        return bool(self.model.training or wants_weights or why_not_now(config))
+
     def _attends_in_place(self, call: GenerateCall) -> bool:
         """Whether every forward of a call can be expected to attend over blocks."""
         mask = effective_mask(call.config, call.ids, call.mask) if call.ids is not None else call.mask
-        return not (self.gathered_because or call.others or call.config.output_attentions) and (
-            first_seen(ForwardInputs(call.prompt_tokens, mask=mask)) is not None
-        )
+        if self.gathered_because or call.others or call.config.output_attentions or self.gathers_now():
+            return False
+        return first_seen(ForwardInputs(call.prompt_tokens, mask=mask), cached=1) is not None
 
     def _prepare(self, call: GenerateCall, cache: TieredCache) -> None:
         """Make sure that a call on the user's cache is safe and fits, and only then change the cache for it."""

@@ -252,7 +252,11 @@ struct Block {
             #pragma omp simd reduction(max : highest)
             for (int t = 0; t < tokens; t++) highest = std::max(highest, score[r][t]);
             if (highest == MINUS_INFINITY) {
-                for (int t = 0; t < tokens; t++) score[r][t] = 0;
+                // Nothing is seen here, or all of it is NaN, which must not vanish.
+                for (int t = 0; t < tokens; t++) {
+                    if (std::isnan(score[r][t])) weight[r] = top[r] = NAN;
+                    score[r][t] = 0;
+                }
                 continue;
             }
             const float shrink = top[r] == MINUS_INFINITY ? 0.0f : exp_nonpositive(top[r] - highest);
@@ -341,7 +345,10 @@ void combine(const Call& call, const float* partial, float* out, float* lse) {
         const float* first = partial + ((row * call.kv_heads + head) * blocks + q / QUERIES) * call.splits * ROWS * PARTIAL
                              + (q % QUERIES * GROUP + group) * PARTIAL;
         float highest = MINUS_INFINITY, total = 0;
-        for (int64_t split = 0; split < call.splits; split++) highest = std::max(highest, first[split * ROWS * PARTIAL + VALUE_DIM]);
+        for (int64_t split = 0; split < call.splits; split++) {
+            const float top = first[split * ROWS * PARTIAL + VALUE_DIM];
+            highest = std::isnan(top) ? top : std::max(highest, top);
+        }
         float* into = out + result * VALUE_DIM;
         for (int d = 0; d < VALUE_DIM; d++) into[d] = 0;
         for (int64_t split = 0; split < call.splits; split++) {
@@ -351,8 +358,8 @@ void combine(const Call& call, const float* partial, float* out, float* lse) {
             total += factor * part[VALUE_DIM + 1];
             for (int d = 0; d < VALUE_DIM; d++) into[d] += factor * part[d];
         }
-        for (int d = 0; d < VALUE_DIM && total > 0; d++) into[d] /= total;
-        lse[result] = total > 0 ? highest + std::log(total) : MINUS_INFINITY;
+        for (int d = 0; d < VALUE_DIM && total != 0; d++) into[d] /= total;
+        lse[result] = total != 0 ? highest + std::log(total) : MINUS_INFINITY;
     }
 }
 

@@ -41,6 +41,10 @@ MIN_SPLIT_TOKENS: Final = 256
 
 COMPILE_SECONDS: Final = 120
 
+TILE: Final = 64
+MOST_STACK_BYTES: Final = 2**18
+"""What a thread of the kernel may take of its stack, which OpenMP makes small on some systems."""
+
 
 class CompileError(TierKVError, RuntimeError):
     """The kernel cannot be compiled or loaded here; the message says why in one line."""
@@ -57,10 +61,13 @@ def unsupported(dtype: torch.dtype, key_dim: int, value_dim: int, group: int) ->
     """
     if dtype not in ELEMENTS:
         return f"there is no CPU kernel for {str(dtype).removeprefix('torch.')}"
-    if not (1 <= key_dim <= 512 and 1 <= value_dim <= 512 and 1 <= group <= 128):
+    rows = max(group, 16)
+    stack_bytes = 4 * (rows * (key_dim + value_dim + TILE) + TILE * max(key_dim, value_dim))
+    if min(key_dim, value_dim, group) < 1 or stack_bytes > MOST_STACK_BYTES:
         return f"there is no CPU kernel for heads of {key_dim} and {value_dim} numbers in groups of {group}"
     try:
         _library(dtype, key_dim, value_dim, group)
+        _library(dtype, key_dim, value_dim, 1)  # whose append serves all
     except CompileError as error:
         return str(error)
     return ""
@@ -177,27 +184,29 @@ def _library(dtype: torch.dtype, key_dim: int, value_dim: int, group: int) -> _L
         flags.append(WIDE_VECTORS)
     # The file is this machine's own: -march=native of another one in the same home folder would not run here.
     seen = repr((flags, SOURCE.read_bytes(), _processor(), torch.__version__)).encode()
-    path = cache_folder() / f"cpu-{hashlib.sha256(seen).hexdigest()[:24]}.so"
     try:
-        if not path.exists():
+        path = cache_folder() / f"cpu-{hashlib.sha256(seen).hexdigest()[:24]}.so"
+        if not _is_whole(path):
             _compile(flags, path)
-        return _load(path, flags)
-    except OSError as error:
+        return _Library(path)
+    except CompileError:
+        raise
+    except (OSError, AttributeError, RuntimeError) as error:
         raise CompileError(
             f"the compiled kernel cannot be kept or loaded ({error}); set TIERKV_CACHE_DIR to a folder that can be written to"
         ) from None
 
 
-def _load(path: Path, flags: list[str]) -> _Library:
-    """Load a compiled kernel; one that is damaged is compiled again, once."""
+def _is_whole(path: Path) -> bool:
+    """Whether a kernel is there as it was compiled: a file that was cut off would crash the process that loads it."""
     try:
-        return _Library(path)
-    except (OSError, AttributeError):
-        _compile(flags, path)
-    try:
-        return _Library(path)
-    except AttributeError as error:
-        raise OSError(str(error)) from None
+        return _digest_file(path).read_text() == hashlib.sha256(path.read_bytes()).hexdigest()
+    except FileNotFoundError:
+        return False
+
+
+def _digest_file(path: Path) -> Path:
+    return path.with_suffix(".sha256")
 
 
 def _compile(flags: list[str], path: Path) -> None:
@@ -220,7 +229,10 @@ def _compile(flags: list[str], path: Path) -> None:
                 (line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip() or "no message"
             )
             raise CompileError(f"{command[0]} cannot compile the CPU kernel: {first}")
+        digest = Path(folder) / "digest"
+        digest.write_text(hashlib.sha256(made.read_bytes()).hexdigest())
         made.replace(path)  # whole or not at all, whoever else compiles the same
+        digest.replace(_digest_file(path))
 
 
 def cache_folder() -> Path:

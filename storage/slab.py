@@ -110,6 +110,12 @@ class SlabStore(BlockStore):
         keys, values = (pool[segment, member].flatten(1, 2)[:, begin : begin + tokens] for pool in self._pools[group])
         return keys, values
 
+    def memory(self, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the tensors that the addresses of ``line`` point into; whoever uses an address keeps them."""
+        if self._closed:
+            raise ClosedError(f"the {self.tier.label} pool is closed")
+        return self._flat[group]
+
     def line(self, group: int, run: "Run", first_token: int, tokens: int, position: int) -> tuple[int, ...]:
         """Return a line of ``tierkv.kernels.runs.Runs.table`` for tokens of a run, for all layers of a group.
 

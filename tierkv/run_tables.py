@@ -1,7 +1,7 @@
 """Tables of runs: how block tables become what the attention kernels are given."""
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from tierkv.block_table import Extent
@@ -16,7 +16,7 @@ Dense = tuple["torch.Tensor", "torch.Tensor", int]
 """K ``[kv_heads, tokens, key_dim]`` and V of tokens, dense in the last two dimensions, and the first one's position."""
 
 
-def runs_in_pools(stores: "Stores", group: int, rows: Sequence[Iterable[Extent]], *, on_cpu: bool = False) -> "Runs":
+def runs_in_pools(stores: "Stores", group: int, rows: Sequence[Sequence[Extent]], *, on_cpu: bool = False) -> "Runs":
     """Return the table of tokens that are read where they lie in the memory tiers.
 
     Args:
@@ -29,7 +29,10 @@ def runs_in_pools(stores: "Stores", group: int, rows: Sequence[Iterable[Extent]]
         [stores.slab(e.tier).line(group, e.run, e.first_token, e.stop - e.start, e.start) for e in extents]
         for extents in rows
     ]
-    return _runs(stores, group, lines, on_cpu=on_cpu)
+    # A close in another thread must not free what a kernel reads.
+    tiers = {extent.tier for extents in rows for extent in extents}
+    memory = tuple(tensor for tier in tiers for tensor in stores.slab(tier).memory(group))
+    return _runs(stores, group, lines, memory, on_cpu=on_cpu)
 
 
 def runs_in_tensors(stores: "Stores", group: int, rows: Sequence[Sequence[Dense]]) -> "Runs":

@@ -144,6 +144,8 @@ class SequenceBatch:
         """
         self._check_appended(layer)
         assert self._new is not None
+        if query.requires_grad:
+            raise UnsafeCall("a tiered cache has no gradients; run the model under torch.no_grad()")
         with self._tier_faults():
             out = self.engine.paged.attend(layer, query, *self._new, scale=scale, softcap=softcap, sinks=sinks)
         self.attended(layer)

@@ -244,12 +244,16 @@ def test_without_a_compiler_the_reason_is_one_line(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_kernel_is_compiled_once_and_found_again(tmp_path):
-    for _ in range(2):
-        assert (
-            in_fresh_process("print(cpu.unsupported(torch.float32, 64, 64, 2))", TIERKV_CACHE_DIR=str(tmp_path)) == ""
-        )
-    assert len(list((tmp_path / "kernels").iterdir())) == 1
+def test_a_kernel_is_compiled_once_and_found_again_unless_it_is_damaged(tmp_path):
+    ask = "print(cpu.unsupported(torch.float32, 64, 64, 2))"
+    folder = {"TIERKV_CACHE_DIR": str(tmp_path)}
+    assert in_fresh_process(ask, **folder) == ""
+    assert len(list((tmp_path / "kernels").iterdir())) == 4  # attention's group, append's, and what they should be
+    assert in_fresh_process(ask, CXX="no-such-compiler", **folder) == ""  # there is no need of one any more
+    for size in (0, 200, 9000):  # a power loss cut them off
+        for kernel in (tmp_path / "kernels").glob("*.so"):
+            kernel.write_bytes(kernel.read_bytes()[:size])
+        assert in_fresh_process(ask, **folder) == ""
 
 
 def test_the_table_has_the_columns_that_the_kernel_reads():

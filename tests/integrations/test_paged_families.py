@@ -310,7 +310,7 @@ def test_forwards_inside_of_a_forward(lab, tiny_model):
     """A stock one, from a hook, is right; a tiered one is refused; and the model is as it was."""
     model, ids = copied(tiny_model()), lab.prompt(1, 100)["input_ids"]
     expected = model(ids).logits
-    inner = []
+    inner: list[torch.Tensor] = []
 
     def stock(*_):
         handle.remove()

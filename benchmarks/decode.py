@@ -169,6 +169,7 @@ def _row(subject: Subject, subjects: Sequence[Subject], context: int, dtype: str
         "ratio_to_dynamic": round(medians["dynamic"] / median, 3) if "dynamic" in medians else None,
         "ratio_to_static": round(medians["static"] / median, 3) if "static" in medians else None,
         "page_cache": subject.page_cache,
+        "block_size": subject.engine.config.block_size if subject.engine is not None else None,
         "read_path": subject.engine.stats().read_path if subject.engine is not None else None,
         "ms_per_token": [round(1e3 * seconds, 3) for seconds in subject.times],
     }
@@ -273,7 +274,11 @@ def _tiered(
     quarter = name != "tierkv"
     spare = 24 * 2**20  # scratch, and blocks that are not full
     device = kv_bytes // 4 if quarter else kv_bytes + kv_bytes // 8 + spare
+    # Large blocks suit a disk: each layer's slice of a block is a record. As large as leave a dozen in memory.
+    sizes = (256, 128, 64, 32) if quarter else (32,)
+    block_size = next((size for size in sizes if device >= 12 * size * kv_bytes // (context + room)), 32)
     config = {
+        "block_size": block_size,
         "device": {"capacity": device},
         "host": {"capacity": 0},
         "disk": {"capacity": 2 * kv_bytes + 2**26 if quarter else 0, "path": str(disk_path)},

@@ -36,7 +36,6 @@ class _Plan:
     """What the layers of one window read in this step, wherever in the model they are.
 
     Attributes:
-        first: the first position that the step's first query sees.
         in_place: per row, what attention on the device reads where it lies.
         by_cpu: per row, what the CPU attends to in host memory.
         chunks: what arrives together: pieces of at most one buffer, as ``(row, extent)``.
@@ -44,7 +43,6 @@ class _Plan:
         arriving: the tables of chunks, by layer group, chunk and buffer.
     """
 
-    first: int
     in_place: list[list[Extent]]
     by_cpu: list[list[Extent]]
     chunks: list[list[tuple[int, Extent]]]
@@ -212,7 +210,7 @@ class PagedReader:
         step = self._step
         assert step is not None
         first = 0 if window is None else max(0, step.start - window + 1)
-        plan = _Plan(first, [], [], [])
+        plan = _Plan([], [], [])
         room = 0
         for row, extents in enumerate(step.reads):
             seen = clip(extents, max(first, self._first_seen[row]), step.start)

@@ -18,9 +18,9 @@ ROOT = Path(__file__).resolve().parents[1]
 # split off it: `config` stands for `config_toml` too.
 LAYERS = (
     ("errors", "interrupts"),
-    ("tier", "sizes", "config", "budgets", "layout", "geometry", "capacity", "keys", "metrics"),
+    ("tier", "sizes", "config", "budgets", "layout", "geometry", "capacity", "keys", "eviction", "metrics"),
     ("storage", "kernels"),
-    ("block_pool", "block_table", "moves", "places", "placement", "eviction", "transfer"),
+    ("block_pool", "block_table", "moves", "places", "placement", "transfer"),
     ("manager",),
     ("prefetch", "paged", "run_tables", "fetch", "scratch", "stores"),
     ("gate", "machine", "mover", "usage", "report", "new_tokens", "sequences", "engine"),
@@ -33,7 +33,7 @@ RANKS = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 # The libraries that only one place may name, and that place. Benchmarks also compare with transformers' own caches.
 HOMES = {
     "transformers": ("tierkv.integrations", "tierkv.benchmarks"),
-    "lmdb": ("tierkv.storage.disk",),
+    "lmdb": ("tierkv.storage.disk", "tierkv.storage.prefix_index"),
     "triton": ("tierkv.kernels",),
 }
 
@@ -47,6 +47,8 @@ PURE = (
     "layout",
     "geometry",
     "capacity",
+    "keys",
+    "eviction",
     "metrics",
     "block_pool",
     "block_table",
@@ -58,7 +60,7 @@ PURE = (
 IMPURE_LIBRARIES = {"torch", "lmdb", "threading", "asyncio", "concurrent", "multiprocessing", "queue"}
 
 # Bytes on disk are framed and kept without knowing what a tensor is.
-TORCH_FREE = ("storage.disk", "storage.codec")
+TORCH_FREE = ("storage.disk", "storage.codec", "storage.prefix_index", "storage.prefix_slab", "storage.prefix_store")
 
 
 @cache

@@ -9,6 +9,7 @@ native layers.
 """
 
 import copy
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -25,6 +26,7 @@ from tierkv.interrupts import deferred_interrupt
 
 if TYPE_CHECKING:
     from tierkv.engine import Engine
+    from tierkv.prefix import KeyedRow
 
 
 class TieredCache(DynamicCache):
@@ -33,15 +35,23 @@ class TieredCache(DynamicCache):
     Accepted by ``generate(cache=...)`` and by the model's forward. Not for use from two threads at once.
     """
 
-    def __init__(self, engine: "Engine", config: Any) -> None:
-        """Make an empty cache for a model with this decoder config."""
+    def __init__(self, engine: "Engine", config: Any, publish: "Callable[[TieredCache, int, float], None]") -> None:
+        """Make an empty cache.
+
+        Args:
+            engine: whose tiers it lives in.
+            config: of the model's decoder.
+            publish: told after each forward that ended well: the cache, the tokens of each row, the seconds it took.
+        """
         super().__init__(config=config)
         self._config = config
+        self._publish = publish
         self.engine = engine
         self.sequences = engine.open()
         self.content = CacheContent()
-        self.weights = 0  # stamp of the weights that it is filled with
+        self.weights = b""  # stamp of the weights that it is filled with
         self._open: ForwardInputs | None = None  # the forward that is under way
+        self._began = 0.0
         self._length_before = 0
         self._torn = False
         self._users: dict[str, object] = {}  # the call of generate that uses the cache
@@ -105,6 +115,7 @@ class TieredCache(DynamicCache):
                 "the whole sequence, cached tokens included, or call cache.reset()"
             )
         self._length_before = length
+        self._began = time.perf_counter()
         self.sequences.first_seen = first_seen
         self._open = inputs
 
@@ -122,7 +133,10 @@ class TieredCache(DynamicCache):
                 inputs, self.sequences.rows, self.sequences.length - self.content.length, self.engine.device
             )
         partial = self.sequences.step is not None
-        if self.engine.closed or (completed and not partial):
+        if self.engine.closed:
+            return
+        if completed and not partial:
+            self._publish(self, inputs.count, time.perf_counter() - self._began)
             return
         self.sequences.rollback()
         before = self._length_before
@@ -131,7 +145,7 @@ class TieredCache(DynamicCache):
         else:
             if self.sequences.length > before:  # committed, and then a native layer or the head failed
                 self.sequences.crop(before)
-                self.content.crop(before)
+                self.content.crop(before, self.engine.layout.block_size)
             self._torn = not all(is_dummy(layer) for layer in self._native)
         if completed:
             raise UnsafeCall("this forward passed only some of the model's layers, so the cache could not follow it")
@@ -194,7 +208,7 @@ class TieredCache(DynamicCache):
                 )
             if tokens_to_remove:
                 self.sequences.crop(length)
-                self.content.crop(length)
+                self.content.crop(length, self.engine.layout.block_size)
             for layer in self._native:
                 if hasattr(layer, "crop") and (tokens_to_remove or getattr(layer, "record_past", False)):
                     layer.crop(tokens_to_remove)
@@ -273,6 +287,13 @@ class TieredCache(DynamicCache):
             self.content = CacheContent()
             self._torn = False
             self._reset_native()
+
+    def begin_with(self, inputs: ForwardInputs, keyed: "list[KeyedRow]") -> None:
+        """Note what an empty cache was filled with, without a forward: ``inputs`` say what one would have computed."""
+        with deferred_interrupt():
+            self.content = CacheContent()
+            self.content.append(inputs, self.sequences.rows, self.sequences.length, self.engine.device)
+            self.content.keyed = keyed
 
     def close(self) -> None:
         """Give the cache's blocks back now; it cannot be used afterwards. Happens by itself when it is collected."""

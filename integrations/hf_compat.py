@@ -141,16 +141,6 @@ def vocabulary_size(model: PreTrainedModel) -> int | None:
     return embedding.num_embeddings
 
 
-def weights_stamp(model: PreTrainedModel) -> int:
-    """Return a number that changes when a weight is replaced or written to in place. Reads no weight."""
-    return hash(
-        tuple(
-            (weight.data_ptr(), 0 if weight.is_inference() else weight._version)  # noqa: SLF001 - as autograd itself does
-            for weight in model.parameters()
-        )
-    )
-
-
 def watched_modules(model: PreTrainedModel) -> list[torch.nn.Module]:
     """Return the modules whose forward takes the cache and may be called by users: the model, and its decoder."""
     decoder = model.get_decoder()

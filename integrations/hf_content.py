@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from tierkv.prefix import KeyedRow
+
 
 @dataclass(frozen=True)
 class ForwardInputs:
@@ -39,11 +41,21 @@ class ForwardInputs:
 
 
 class CacheContent:
-    """Ids, padding mask and what is known of every committed token of a cache."""
+    """Ids, padding mask and what is known of every committed token of a cache.
+
+    Attributes:
+        length: committed tokens.
+        keyed: per row, what it has prefix keys for; empty until somebody asks for keys.
+        answer_begins: the place from which ids are an answer, or None.
+        end_ids: ids by which an answer ends. A row of a batch that has answered goes on with padding that nobody marks.
+    """
 
     def __init__(self) -> None:
         """Make the content of an empty cache."""
         self.length = 0
+        self.keyed: list[KeyedRow] = []
+        self.answer_begins: int | None = None
+        self.end_ids: frozenset[int] = frozenset()
         self._ids: torch.Tensor | None = None  # [rows, room] int64
         self._mask: torch.Tensor | None = None  # [rows, room] bool, False where a token is padding
         self._known: torch.Tensor | None = None  # [room] bool, in every row
@@ -123,14 +135,24 @@ class CacheContent:
         count = min(held.shape[1], mask.shape[1])
         return bool((held[:, :count] == mask[:, :count].to(held.device, torch.bool)).all())
 
-    def crop(self, length: int) -> None:
-        """Keep the first ``length`` tokens."""
+    def crop(self, length: int, block_size: int) -> None:
+        """Keep the first ``length`` tokens; blocks of ``block_size`` have the keys."""
         self.length = min(self.length, length)
         self._padded = None if self._padded else self._padded
+        for row in self.keyed:
+            row.crop(self.length, block_size)
+
+    def known_length(self) -> int:
+        """Return how many leading tokens are known in all rows."""
+        if self._known is None:
+            return 0
+        unknown = (~self._known[: self.length]).nonzero()
+        return int(unknown[0]) if unknown.numel() else self.length
 
     @torch.inference_mode(mode=False)
     def select(self, indices: Sequence[int]) -> None:
         """Make row ``i`` what row ``indices[i]`` is now."""
+        self.keyed = [self.keyed[index].copy() for index in indices] if self.keyed else []
         if self._ids is not None and self._mask is not None:
             index = torch.tensor(indices, dtype=torch.long, device=self._ids.device)
             self._ids, self._mask = self._ids[index], self._mask[index]
@@ -141,6 +163,8 @@ class CacheContent:
         """Return an independent copy."""
         twin = CacheContent()
         twin.length, twin._padded = self.length, self._padded
+        twin.keyed = [row.copy() for row in self.keyed]
+        twin.answer_begins, twin.end_ids = self.answer_begins, self.end_ids
         twin._ids, twin._mask = _clone(self._ids), _clone(self._mask)
         twin._known, twin._placed = _clone(self._known), _clone(self._placed)
         return twin

@@ -21,9 +21,9 @@ from tierkv.integrations.hf_compat import (
     deciding_arguments,
     forward_parameters,
     text_config,
-    weights_stamp,
 )
 from tierkv.integrations.hf_content import ForwardInputs
+from tierkv.integrations.hf_weights import weights_stamp
 from tierkv.interrupts import deferred_interrupt
 
 if TYPE_CHECKING:

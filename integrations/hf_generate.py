@@ -27,12 +27,13 @@ from tierkv.integrations.hf_compat import (
     num_cache_layers,
     text_config,
     watched_modules,
-    weights_stamp,
 )
 from tierkv.integrations.hf_content import ForwardInputs
 from tierkv.integrations.hf_forward import WatchedForward
 from tierkv.integrations.hf_override import Override
+from tierkv.integrations.hf_prefix import ModelPrefixes
 from tierkv.integrations.hf_replay import Replay
+from tierkv.integrations.hf_weights import weights_stamp
 from tierkv.layout import BlockLayout
 from tierkv.machine import resolve_budgets
 
@@ -103,6 +104,7 @@ class ModelEngine(Engine):
             """Stand in for ``model.generate``; same arguments, same result."""
             return self._run_call(args, kwargs)
 
+        self._prefixes = ModelPrefixes(self)
         self._overrides = []
         for module in watched_modules(model):
             more = {"generate": generate, _ATTACHED: self} if module is model else {}
@@ -121,7 +123,12 @@ class ModelEngine(Engine):
                 "the model's config names other layers than when tierkv was attached to it; put it back as it was, or close "
                 "the engine and attach again"
             )
-        return TieredCache(self, text_config(self.model))
+        return TieredCache(self, text_config(self.model), self._prefixes.publish)
+
+    def forget_prefixes(self) -> None:
+        """Forget every prefix that memory keeps. What caches hold stays theirs; what is kept on disk stays there."""
+        self.check_open()
+        self.prefix.forget()
 
     def close(self) -> None:
         """Undo ``attach``, end the threads and remove the spill files. Idempotent."""
@@ -187,6 +194,9 @@ class ModelEngine(Engine):
         change = call.make_safe(cache)
         self.reserve(cache.sequences, call.rows, call.longest, paged=self._attends_in_place(call))
         change()
+        if not cache.sequences.length:
+            self._prefixes.begin(call, cache)
+        self._prefixes.expect_answer(call, cache)
 
     def _run_on_own_cache(self, call: GenerateCall) -> Any:
         """Run on a new cache; should a block be lost or refused by the disk, run once more from the ids."""
@@ -195,6 +205,8 @@ class ModelEngine(Engine):
         handed_over = False
         try:
             self.reserve(cache.sequences, call.rows, call.longest, paged=self._attends_in_place(call))
+            self._prefixes.begin(call, cache)
+            self._prefixes.expect_answer(call, cache)
             replay = Replay(call.arguments, self.device)
             output = None
             try:

@@ -38,8 +38,8 @@ from tierkv.tier import Run, Tier
 
 _KEY: Final = struct.Struct(">II")
 
-# Bit patterns are moved, not numbers: numpy knows no bfloat16, and a NaN must keep its payload.
-_SAME_SIZE: Final = {2: (torch.int16, np.int16), 4: (torch.int32, np.int32), 8: (torch.int64, np.int64)}
+SAME_SIZE: Final = {2: (torch.int16, np.int16), 4: (torch.int32, np.int32), 8: (torch.int64, np.int64)}
+"""Integers of so many bytes. Bit patterns are moved, not numbers: numpy knows no bfloat16, and a NaN keeps its payload."""
 
 # Room for 4 batches is kept free for LMDB's copy-on-write: together at most 1/32 of the capacity.
 _BATCH_SHARE_OF_CAPACITY: Final = 128
@@ -98,7 +98,7 @@ class SpillStore(BlockStore):
         self._next_stamp = itertools.count(1)
         self._stamps: dict[int, dict[int, int]] = {}
         self._stamps_lock = threading.Lock()
-        self._element = _SAME_SIZE[layout.dtype_bytes]
+        self._element = SAME_SIZE[layout.dtype_bytes]
         self._directory = SpillDirectory(root)
         try:
             self._records = LmdbStore(

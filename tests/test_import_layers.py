@@ -21,11 +21,12 @@ LAYERS = (
     ("tier", "sizes", "config", "budgets", "layout", "geometry", "capacity", "keys", "eviction", "metrics"),
     ("storage", "kernels"),
     ("block_pool", "block_table", "moves", "places", "placement", "transfer"),
+    ("sharing", "room"),
     ("manager",),
     ("prefetch", "paged", "run_tables", "fetch", "scratch", "stores"),
-    ("gate", "machine", "mover", "usage", "report", "new_tokens", "sequences", "engine"),
+    ("gate", "machine", "mover", "usage", "report", "new_tokens", "rows", "sequences", "payload", "prefix", "engine"),
     ("integrations",),
-    ("__init__", "cost", "plan", "tune", "simulate", "testing", "benchmarks"),
+    ("__init__", "cost", "traces", "plan", "tune", "simulate", "testing", "benchmarks"),
     ("cli", "__main__"),
 )
 RANKS = {name: rank for rank, names in enumerate(LAYERS) for name in names}
@@ -55,7 +56,10 @@ PURE = (
     "moves",
     "places",
     "placement",
+    "sharing",
+    "room",
     "manager",
+    "traces",
 )
 IMPURE_LIBRARIES = {"torch", "lmdb", "threading", "asyncio", "concurrent", "multiprocessing", "queue"}
 

@@ -13,16 +13,18 @@ class Block:
         uid: never reused within a manager.
         references: block tables that hold it.
         sealed: full and immutable from now on.
+        key: the name under which others find it (``tierkv.keys``), or None.
         slots: valid, readable copies: tier -> slot.
         arriving: copies on their way: tier -> slot reserved for them. Not readable.
     """
 
-    __slots__ = ("arriving", "references", "sealed", "slots", "uid")
+    __slots__ = ("arriving", "key", "references", "sealed", "slots", "uid")
 
     def __init__(self, uid: int) -> None:
         self.uid = uid
         self.references = 1
         self.sealed = False
+        self.key: bytes | None = None
         self.slots: dict[Tier, int] = {}
         self.arriving: dict[Tier, int] = {}
 

@@ -20,10 +20,7 @@ from tierkv.config_sources import OTHER_ENVIRONMENT, PREFIX, environment_value, 
 from tierkv.errors import ConfigError
 from tierkv.sizes import parse_size, show
 
-NOT_YET: Final[Mapping[str, tuple[object, ...]]] = {
-    "prefix.share": (False,),
-    "prefix.persist": (True,),
-}
+NOT_YET: Final[Mapping[str, tuple[object, ...]]] = {}
 """Values that this version knows but cannot honour, so it refuses them. Whoever builds one deletes it here."""
 
 if TYPE_CHECKING:
@@ -134,19 +131,23 @@ class AttentionConfig(_Section):
 
 
 class PrefixConfig(_Section):
-    """Reuse of KV between prompts that begin alike. Keys other than share take effect only once persist does."""
+    """Reuse of KV between prompts that begin alike."""
 
     section = "prefix"
     share: bool = Field(
         default=True,
-        description="Share the blocks of equal prefixes in memory, within one engine. This version shares them between "
-        "forks and beams only.",
+        description="Share the blocks of equal prefixes in memory, within one engine, and keep those that nobody uses any "
+        "more until their room is wanted.",
     )
-    persist: bool = Field(default=False, description="Keep prefixes on disk. This writes token ids and wears the SSD.")
+    persist: bool = Field(
+        default=False,
+        description="Keep prefixes on disk too, for later processes. This writes token ids and wears the SSD. Takes half "
+        "of disk.capacity.",
+    )
     write_policy: Literal["always", "second_sighting", "never"] = Field(
-        default="second_sighting", description="When a prefix is written to disk."
+        default="second_sighting", description="When a prefix is written to disk; never: only what is there is read."
     )
-    min_tokens: int = Field(default=256, ge=0, description="Shorter prefixes, in tokens, are not kept.")
+    min_tokens: int = Field(default=256, ge=0, description="Shorter prefixes, in tokens, are not kept on disk.")
     eviction: Literal["lru", "s3fifo", "cost"] = Field(
         default="lru",
         description="Which kept prefix goes first: least recently used, scan-resistant, or cheapest to recompute.",

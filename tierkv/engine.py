@@ -10,7 +10,7 @@ One forward reads like this (``SequenceBatch.append`` in ``tierkv.sequences`` wa
 import os
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, Self
@@ -31,7 +31,9 @@ from tierkv.moves import Step
 from tierkv.paged import PagedReader
 from tierkv.placement import Keep
 from tierkv.prefetch import LayerReader
+from tierkv.prefix import PrefixCache
 from tierkv.report import make_stats
+from tierkv.rows import RowTables
 from tierkv.scratch import Scratch
 from tierkv.sequences import SequenceBatch
 from tierkv.stores import Stores
@@ -117,9 +119,11 @@ class Engine:
             self.stores.slots_per_segment,
             keep,
             promotes=cold_read in ("auto", "promote"),
+            eviction=config.prefix.eviction,
         )
         self._mover = Mover(self.manager, self.stores, self.transfers, self.count_copies, self.disk_failed)
         self.usage = Usage(self.stores, self.manager, self.scratch)
+        self.prefix = PrefixCache(self, config.prefix, self.stores.prefix)
 
     # -- what users call ------------------------------------------------------------------------------------------
 
@@ -166,6 +170,8 @@ class Engine:
 
     def close(self) -> None:
         """End the workers, give back all memory and remove the spill files. Idempotent; safe after an interrupt."""
+        if not self._closed and os.getpid() == self._pid:
+            self.prefix.close()
         self._closed = True
         _close_parts(self.transfers, self.stores, self._pid)
         self._finalizer.detach()  # only now: an interrupted close is finished by the next one
@@ -226,21 +232,19 @@ class Engine:
         least = (self.layout.block_size if self.capacity.cold else 0) if paged else batch.rows * length
         if too_few_slots or not self.scratch.holds(least):
             self._grow_scratch(batch.rows, length, paged=paged)
-        for _ in range(MAX_ROOM_ROUNDS):
-            with deferred_interrupt():
-                self._mover.reap()
-                outcome = self.manager.begin(batch.tables, count)
-                if isinstance(outcome, Step):
-                    batch.step = outcome
-                    if first_seen is None:
-                        self.gathered.begin(outcome)
-                    else:
-                        self.paged.begin(outcome, first_seen)
-                    return
-                self._mover.submit(outcome.moves)
-            self.count(room_waits=1)
-            self._mover.wait()
-        raise TierKVError("no room could be made: sequences keep taking each other's blocks; close some caches")
+
+        def begin_reads(step: Step) -> None:
+            if first_seen is None:
+                self.gathered.begin(step)
+            else:
+                self.paged.begin(step, first_seen)
+
+        self._place(batch, batch.tables, count, begin_reads)
+
+    def begin_fill(self, rows: RowTables, table: "BlockTable", count: int) -> None:
+        """Give ``count`` tokens of one row a home, for bytes that no forward computes; see ``begin_step``."""
+        self._adopt_orphans()
+        self._place(rows, [table], count, lambda _: None)
 
     def end_reads(self, step: Step) -> None:
         """Wait for fetches of ``step``, needed before its slots may be given up.
@@ -282,7 +286,7 @@ class Engine:
     # -- internals ------------------------------------------------------------------------------------------------
 
     def _live_blocks(self) -> int:
-        return sum(primary for primary, _ in self.manager.census().values())
+        return sum(primary for primary, _ in self.manager.census().values()) - self.manager.shared.num_unused
 
     def _adopt_orphans(self) -> None:
         with deferred_interrupt():
@@ -297,6 +301,23 @@ class Engine:
                     self.manager.rollback(step)
                 for table in tables:
                     self.manager.release(table)
+
+    def _place(
+        self, rows: RowTables, tables: "Sequence[BlockTable]", count: int, begin_reads: Callable[[Step], None]
+    ) -> None:
+        """Make room until the manager has a step, and hand it over."""
+        for _ in range(MAX_ROOM_ROUNDS):
+            with deferred_interrupt():
+                self._mover.reap()
+                outcome = self.manager.begin(tables, count)
+                if isinstance(outcome, Step):
+                    rows.step = outcome
+                    begin_reads(outcome)
+                    return
+                self._mover.submit(outcome.moves)
+            self.count(room_waits=1)
+            self._mover.wait()
+        raise TierKVError("no room could be made: sequences keep taking each other's blocks; close some caches")
 
     def _grow_scratch(self, rows: int, tokens: int, *, paged: bool) -> None:
         """A cache whose longest length nobody announced outgrew the scratch: enlarge it, generously where possible."""

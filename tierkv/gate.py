@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from tierkv.interrupts import deferred_interrupt
 
@@ -15,13 +15,15 @@ class ForwardGate:
     """A lock that a forward holds from its first layer to the end of its last attention.
 
     The scratch that attention reads is shared by all caches of an engine, so a second forward may begin only when the
-    first has ended. A thread that is inside may enter again (an interrupted forward never left).
+    first has ended. A thread that is inside may enter again (an interrupted forward never left). Threads come in in the
+    order in which they came: several that generate take turns, forward by forward.
     """
 
     def __init__(self) -> None:
         """Make an open gate."""
         self._lock = threading.Lock()
         self._owner: int | None = None
+        self._line: list[int] = []  # threads that wait, the first first
 
     @property
     def mine(self) -> bool:
@@ -33,17 +35,39 @@ class ForwardGate:
 
         There is no time limit: a long prefill takes as long as it takes. A thread that died inside is not waited for.
         """
-        while True:
-            with deferred_interrupt():  # between taking the lock and saying whose it is
-                if self.mine:
-                    return
-                if self._lock.acquire(blocking=False):
-                    self._owner = threading.get_ident()
-                    return
-                if self._owner is not None and not _is_alive(self._owner):
-                    self._owner = threading.get_ident()  # with the lock that the dead thread never gave back
-                    return
-            time.sleep(POLL_SECONDS)
+        if self.mine:
+            return
+        me = threading.get_ident()
+        try:
+            while True:
+                with deferred_interrupt():  # between taking the lock and saying whose it is
+                    if self._first_in_line(me) and self._take():
+                        self._owner = me
+                        return
+                time.sleep(POLL_SECONDS)
+        finally:
+            self._leave_line(me)
+
+    def _leave_line(self, thread: int) -> None:
+        with deferred_interrupt(), suppress(ValueError):
+            self._line.remove(thread)
+
+    def _first_in_line(self, me: int) -> bool:
+        if me not in self._line:
+            self._line.append(me)
+        for other in list(self._line):
+            if other == me:
+                return True
+            if _is_alive(other):
+                return False
+            self._leave_line(other)  # it died while it waited
+        return True
+
+    def _take(self) -> bool:
+        if self._lock.acquire(blocking=False):
+            return True
+        # A dead thread never gives its lock back.
+        return self._owner is not None and not _is_alive(self._owner)
 
     def leave(self) -> None:
         """Let the next thread in; does nothing where this thread is not inside."""

@@ -13,25 +13,22 @@ A copy under way holds a reference to its source slot, and its destination slot 
 ``complete``: a slot is never reused under a copy, nor read before it is filled, whatever the order of completions.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from tierkv.block_table import Block, BlockTable, Extent, drop_reference
 from tierkv.errors import CapacityError
 from tierkv.moves import Move, Room, Step
-from tierkv.placement import (
-    Demand,
-    Keep,
-    demand,
-    device_share,
-    idle_blocks,
-    own_blocks,
-    tails_to_copy,
-)
+from tierkv.placement import Keep, device_share, tails_to_copy
 from tierkv.places import Places
+from tierkv.room import RoomMaker
+from tierkv.sharing import SharedBlocks
 from tierkv.tier import Tier
 
 MAX_PROMOTIONS_PER_STEP = 4
 """Promotions are a background job: a few blocks a step, so that they never crowd out the reads of the step."""
+
+STEPS_UNTIL_IDLE = 8
+"""A sequence that this many steps of others have passed is not one of those that take turns."""
 
 
 class TierManager:
@@ -45,6 +42,7 @@ class TierManager:
         keep: Keep,
         *,
         promotes: bool = True,
+        eviction: str = "lru",
     ) -> None:
         """Make a manager of empty tiers.
 
@@ -54,6 +52,7 @@ class TierManager:
             slots_per_segment: neighbouring slots of each tier, see ``BlockPool``.
             keep: the blocks of every sequence that stay on the device.
             promotes: whether cold blocks move up for good where there is room.
+            eviction: the rule by which shared blocks that no sequence holds are forgotten.
         """
         self.block_size = block_size
         self.keep = keep
@@ -62,26 +61,29 @@ class TierManager:
         self.places = Places(slots, self.slots_per_segment)
         self.pools, self.moves, self._steps = self.places.pools, self.places.moves, self.places.steps
         self.num_tail_copies = 0
-        self._tables: dict[BlockTable, None] = {}  # least recently used first
+        self._num_steps = 0
+        self._tables: dict[BlockTable, int] = {}  # least recently used first, each with the number of its last step
+        self.shared = SharedBlocks(eviction)
+        self._room = RoomMaker(self.places, self._tables, self.shared, keep, block_size)
 
     # -- sequences ------------------------------------------------------------------------------------------------
 
     def open(self) -> BlockTable:
         """Return the table of a new, empty sequence."""
         table = BlockTable(self.block_size)
-        self._tables[table] = None
+        self._tables[table] = self._num_steps
         return table
 
     def fork(self, table: BlockTable) -> BlockTable:
         """Return a second sequence over the same blocks; a write to either copies the block first."""
         twin = table.fork()
-        self._tables[twin] = None
+        self._tables[twin] = self._num_steps
         return twin
 
     def crop(self, table: BlockTable, length: int) -> None:
         """Keep the first ``length`` tokens of a sequence."""
         for block in table.cut(length):
-            self.places.forget(block)
+            self._let_go(block)
 
     def release(self, table: BlockTable) -> None:
         """End a sequence.
@@ -93,6 +95,73 @@ class TierManager:
             raise ValueError("a block table was released twice")
         self.crop(table, 0)
         del self._tables[table]
+
+    # -- shared blocks --------------------------------------------------------------------------------------------
+
+    def share(self, table: BlockTable, keys: Sequence[bytes]) -> int:
+        """Append the blocks that hold ``keys``, up to the first that nobody holds, to a table of whole blocks.
+
+        Returns:
+            How many were appended. Another sequence may write to none of them: they are sealed.
+        """
+        if table.tail is not None or table not in self._tables:
+            raise ValueError("shared blocks go behind whole blocks of a sequence")
+        found = []
+        for key in keys:
+            block = self.shared.find(key)
+            if block is None:
+                break
+            found.append(block)
+        for block in reversed(found):
+            self.shared.use(block)
+        table.blocks += found
+        table.length += len(found) * self.block_size
+        table.seal()
+        return len(found)
+
+    def publish(self, table: BlockTable, index: int, key: bytes, parent: bytes | None, cost: float) -> Block:
+        """Name a full block, so that others find it. Where its key is known already, the known block takes its place.
+
+        Args:
+            table: of a sequence outside of any step.
+            index: of the block in the table.
+            key: of the block, and so of all tokens up to its end.
+            parent: key of the block before it.
+            cost: to compute it again, in any measure.
+
+        Returns:
+            The block that holds the key now, in the table and for others.
+        """
+        block = table.blocks[index]
+        if (index + 1) * self.block_size > table.length or self.places.is_read(block):
+            raise ValueError("only a full block of a sequence at rest has a key")
+        known = self.shared.find(key)
+        if block.key is not None or known is block:
+            return block
+        if known is not None and known.tier > block.tier:
+            if not self.shared.is_kept(known):
+                return block  # others hold it further down; both stay
+            self.shared.forget(known)
+            self.places.forget(known)
+            known = None
+        if known is None:
+            self.shared.add(block, key, parent, cost)
+            return block
+        self.shared.use(known)
+        table.blocks[index] = known
+        if drop_reference(block):
+            self._let_go(block)
+        return known
+
+    def disown_shared(self) -> None:
+        """Forget all keys: what they stood for has changed (the model's weights, for one)."""
+        for block in self.shared.disown():
+            self.places.forget(block)
+
+    def _let_go(self, block: Block) -> None:
+        """No sequence holds a block any more."""
+        if not self.shared.keep(block):
+            self.places.forget(block)
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
@@ -107,16 +176,18 @@ class TierManager:
             raise ValueError("a step appends at least one token to sequences of one length")
         for table in tables:
             table.seal()
-            self._tables[table] = self._tables.pop(table)
+            self._tables.pop(table)
+            self._tables[table] = self._num_steps
         if any(move.tail_of in tables for move in self.moves):
             return Room(())  # the copy would take the place of the block that this step appends to
         tails = tails_to_copy(tables)
-        moves, ready = self._make_room(tables, count, len(tails))
+        moves, ready = self._room.make(tables, count, len(tails))
         if ready and tails and not moves:
             moves = [self._copy_tail(table) for table in tails]
         if moves or not ready:
             return Room(tuple(moves))
         self._give_homes(tables, count)
+        self._num_steps += 1
         step = Step(
             tuple(tables),
             start,
@@ -147,7 +218,7 @@ class TierManager:
             dropped, table.blocks = table.blocks[keep:], table.blocks[:keep]
             for block in dropped:
                 if drop_reference(block):
-                    self.places.forget(block)
+                    self._let_go(block)
 
     def background(self, tables: Sequence[BlockTable]) -> list[Move]:
         """Return moves that help later steps of ``tables`` and that nobody waits for."""
@@ -164,11 +235,17 @@ class TierManager:
                     place = self.places.take_below(Tier.DEVICE)
                     if place is not None:
                         moves.append(self.places.start(block, *place, evicts=False))
-        elif self.promotes and device.free > 2 * len(tables):
+        below = self.places.census()
+        if self.promotes and not moves and (below[Tier.HOST][0] or below[Tier.DISK][0]):
+            spare = 2 * len(tables)
             for table in tables:
                 cold = (b for b in table.blocks if b.slots and Tier.DEVICE not in b.slots and not b.arriving)
                 for block in cold:
-                    if device.free <= 2 * len(tables) or len(moves) == MAX_PROMOTIONS_PER_STEP:
+                    if device.free <= spare:
+                        # Sequences that have long been idle make way for one that comes back; those that take turns stay.
+                        idle = [t for t, last in self._tables.items() if last < self._num_steps - STEPS_UNTIL_IDLE]
+                        return moves + self._room.make_way(idle, tables, spare + MAX_PROMOTIONS_PER_STEP)
+                    if len(moves) == MAX_PROMOTIONS_PER_STEP:
                         return moves
                     moves.append(self.places.start(block, Tier.DEVICE, device.allocate(1)[0], evicts=False))
         return moves
@@ -185,11 +262,11 @@ class TierManager:
                 table.blocks[-1] = block
                 self.places.put(block, tier, move.slot)
                 if drop_reference(move.source):
-                    self.places.forget(move.source)
+                    self._let_go(move.source)
                 self.num_tail_copies += 1
             else:
                 self.pools[tier].release(move.slot)
-        elif block.references == 0:
+        elif block.references == 0 and not self.shared.is_kept(block):
             self.pools[tier].release(move.slot)
         elif move.wire.source is tier:  # relocated within its tier
             if self.places.is_read(block):
@@ -228,8 +305,13 @@ class TierManager:
             step.torn = step.torn or bool(holders)
         for block in [b for b in holders if len(b.slots) > 1]:
             self.places.drop(block, tier)
+        for block in [b for b in holders if self.shared.is_kept(b) and tier in b.slots]:
+            self.shared.forget(block)
+            self.places.forget(block)
         only_here = [b for b in holders if tier in b.slots]
-        if len(only_here) > pool.free + sum(self.places.available(lower) for lower in Tier if lower > tier):
+        below = [lower for lower in Tier if lower > tier]
+        self._room.forget_unused(len(only_here) - pool.free - sum(map(self.places.available, below)))
+        if len(only_here) > pool.free + sum(map(self.places.available, below)):
             pool.resize(before)
             if self.moves:  # they hold slots that some will give back
                 return Room(())
@@ -246,91 +328,6 @@ class TierManager:
         return self.places.census()
 
     # -- internals ------------------------------------------------------------------------------------------------
-
-    def _make_room(self, tables: Sequence[BlockTable], count: int, num_tails: int) -> tuple[list[Move], bool]:
-        """Free slots for a step; return ``(moves to run first, whether the step can begin without them)``."""
-        # Last blocks are copied first, and only then is there a need for new ones: the originals may be free by then.
-        need = demand(tables, 0 if num_tails else count, self.keep, num_tails)
-        device = self.pools[Tier.DEVICE]
-        if device.free >= need.total:
-            return [], True
-        if not self.moves and need.total > sum(
-            self.pools[tier].free + self.places.num_droppable(tier) for tier in Tier
-        ):
-            raise self._no_room(need)  # before anything idle has moved for it
-        running = self.places.active()
-        active = self.places.active(tables)
-        moves: list[Move] = []
-        coming = sum(move.evicts and move.wire.source is Tier.DEVICE for move in self.moves)
-        waiting = any(move.evicts for move in self.moves)
-
-        def evict(blocks: Iterable[Block], wanted: int) -> None:
-            nonlocal coming, waiting
-            for block in blocks:
-                if device.free + coming >= wanted:
-                    return
-                if Tier.DEVICE not in block.slots or block in running:
-                    continue
-                if block.arriving:  # a clean copy is on its way: soon the slot is free for nothing
-                    coming, waiting = coming + 1, True
-                elif len(block.slots) > 1:
-                    self.places.drop(block, Tier.DEVICE)
-                elif (place := self.places.take_below(Tier.DEVICE)) is not None:
-                    moves.append(self.places.start(block, *place, evicts=True))
-                    coming += 1
-                else:
-                    return
-
-        evict(idle_blocks(self._tables, active, Tier.DEVICE), need.total)
-        # What is still missing goes below, new blocks or older ones: host memory is for them rather than for idle ones.
-        vacated = self._vacate_host(need.total - device.free - coming, active)
-        moves += vacated
-        if not vacated and not any(move.evicts and move.wire.source is Tier.HOST for move in self.moves):
-            optional, wished = own_blocks(tables, count, self.keep)
-            evict(optional, need.wished)
-            evict(wished, need.hard)
-        if moves or waiting:
-            return moves, False
-        room = [device.free, self.places.available(Tier.HOST), self.places.available(Tier.DISK)]
-        if room[0] < need.hard or need.total > sum(room):
-            if self.moves:  # they hold slots that some will give back
-                return [], False
-            raise self._no_room(need)
-        return [], True
-
-    def _no_room(self, need: Demand) -> CapacityError:
-        device, host, disk = (
-            self.pools[Tier.DEVICE].free,
-            self.places.available(Tier.HOST),
-            self.places.available(Tier.DISK),
-        )
-        return CapacityError(
-            f"{need.total} more blocks of {self.block_size} tokens are needed and there is room for {device} on the "
-            f"device, {host} in host memory and {disk} on disk; raise a tier's capacity, or use fewer or shorter "
-            f"sequences"
-        )
-
-    def _vacate_host(self, wanted: int, active: set[Block]) -> list[Move]:
-        """Start moving idle blocks from host memory to disk until ``wanted`` slots are or will be free there."""
-        if wanted <= 0:
-            return []
-        moves: list[Move] = []
-        room = self.places.available(Tier.HOST) + sum(
-            move.evicts and move.wire.source is Tier.HOST for move in self.moves
-        )
-        for block in idle_blocks(self._tables, active, Tier.HOST):
-            if room >= wanted:
-                break
-            if block.arriving:
-                continue
-            if len(block.slots) > 1:
-                self.places.drop(block, Tier.HOST)
-            elif (place := self.places.take_below(Tier.HOST)) is not None:
-                moves.append(self.places.start(block, *place, evicts=True))
-            else:
-                break
-            room += 1
-        return moves
 
     def _give_homes(self, tables: Sequence[BlockTable], count: int) -> None:
         """Append the new blocks of a step, each with a slot in the tier where it will live."""

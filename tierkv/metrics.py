@@ -54,6 +54,45 @@ class Counters:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefixStats:
+    """Prefixes that were computed once and used again. Tokens are summed over rows, since the engine was made."""
+
+    lookups: int = 0
+    """Prompts that were looked up."""
+    prompt_tokens: int = 0
+    """Their tokens."""
+    matched_tokens_memory: int = 0
+    """Of these, tokens whose blocks were found in memory."""
+    matched_tokens_disk: int = 0
+    """Tokens beyond those that were found in the store."""
+    restored_tokens: int = 0
+    """Tokens that were read from the store."""
+    used_tokens: int = 0
+    """Tokens that prompts began with and no forward computed. Rows of one batch share a length, so it may be less than was
+    matched."""
+    computed_instead: int = 0
+    """Tokens in the store that were computed all the same, since that was measured to be faster."""
+    failed_restores: int = 0
+    """Rows of which a block could not be read; from there on they were computed."""
+    uncacheable_rows: int = 0
+    """Rows of calls whose KV is no function of their ids alone: looked up and kept is nothing of them."""
+    uncacheable_reason: str = ""
+    """Why, for the latest of them."""
+    named_blocks: int = 0
+    """Blocks in memory that prompts can be matched with."""
+    saved_bytes: int = 0
+    """Bytes of KV that would be in memory twice if rows and caches did not share blocks."""
+    kept_bytes: int = 0
+    """Bytes of blocks that no cache holds, kept until their room is wanted."""
+    shed_blocks: int = 0
+    """Blocks that should have been written to the store and were not: it was too slow, full, or had failed."""
+    waiting_blocks: int = 0
+    """Blocks that wait for room in the store's queue."""
+    store: Any = None
+    """``tierkv.storage.prefix_store.PrefixStoreStats``, or None where nothing is kept on disk."""
+
+
+@dataclass(frozen=True, slots=True)
 class Stats:
     """What ``engine.stats()`` returns."""
 
@@ -79,6 +118,7 @@ class Stats:
     note: str
     """One sentence on what the tiers did for this run, or why they gained nothing."""
     counters: Counters = field(default_factory=Counters)
+    prefix: PrefixStats = field(default_factory=PrefixStats)
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain dicts and numbers, ready for JSON."""

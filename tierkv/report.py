@@ -20,7 +20,8 @@ def make_stats(engine: "Engine", counters: Counters, caches: int) -> Stats:
         )
         for tier in Tier
     }
-    live = sum(blocks for blocks, _ in census.values())
+    kept = engine.manager.shared.num_unused
+    live = sum(blocks for blocks, _ in census.values()) - kept
     return Stats(
         tiers=tiers,
         moved_bytes={wire.label: engine.moved.get(wire, 0) for wire in _wires(engine)},
@@ -35,6 +36,7 @@ def make_stats(engine: "Engine", counters: Counters, caches: int) -> Stats:
         overlap=_overlap(engine, counters),
         note=_note(engine, counters, live, {tier: blocks for tier, (blocks, _) in census.items()}),
         counters=counters,
+        prefix=engine.prefix.stats(),
     )
 
 

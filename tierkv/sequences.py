@@ -5,72 +5,35 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from tierkv.errors import (
-    BlockLost,
-    ClosedError,
-    RecordError,
-    StoreFull,
-    UnsafeCall,
-)
+from tierkv.errors import BlockLost, RecordError, StoreFull, UnsafeCall
 from tierkv.interrupts import deferred_interrupt
 from tierkv.moves import Step
 from tierkv.new_tokens import check_tokens, write_tokens
-from tierkv.prefetch import read_committed
+from tierkv.rows import RowTables
 
 if TYPE_CHECKING:
     import torch
 
-    from tierkv.block_table import BlockTable
     from tierkv.engine import Engine
-    from tierkv.transfer import Ticket
 
     Layer = tuple[torch.Tensor, torch.Tensor]
 
 
-class SequenceBatch:
+class SequenceBatch(RowTables):
     """Rows of equal length over one engine's tiers. Made by ``Engine.open``; ``release`` gives everything back.
 
-    ``length`` is always the committed length: a forward that was torn leaves it where it was.
-
     Attributes:
-        engine: whose tiers these are.
-        tables: the block table of each row.
-        step: the forward that is under way, or None.
         first_seen: how the next forward is read. None: gathered. Otherwise over blocks, and per row this is the position
             of the first token that is not padding; empty where there is no padding.
     """
 
     def __init__(self, engine: "Engine") -> None:
         """Make an empty batch; the number of rows is that of the first append."""
-        self.engine = engine
-        self.tables: list[BlockTable] = []
-        self.step: Step | None = None
+        super().__init__(engine)
         self.first_seen: Sequence[int] | None = None
         self._next_layer = 0
-        self._writes: list[Ticket] = []
         self._new: Layer | None = None  # K and V that were appended to the layer before the next, until it has attended
-        self._released = False
         self._entered = False
-
-    @property
-    def length(self) -> int:
-        """Committed tokens of every row."""
-        return self.tables[0].length if self.tables else 0
-
-    @property
-    def rows(self) -> int:
-        """Number of sequences; 0 while empty."""
-        return len(self.tables)
-
-    def check_usable(self) -> None:
-        """Raise unless the batch can be used here.
-
-        Raises:
-            ClosedError: it was released, its engine is closed, or this is a forked child.
-        """
-        self.engine.check_open()
-        if self._released:
-            raise ClosedError("this cache was closed; make another with engine.new_cache()")
 
     def append(self, layer: int, keys: "torch.Tensor", values: "torch.Tensor") -> "tuple[torch.Tensor, torch.Tensor]":
         """Add the new tokens of one layer and return all of them; the last layer commits the forward.
@@ -174,68 +137,6 @@ class SequenceBatch:
             if self.step is None:
                 self._leave()
         return True
-
-    def crop(self, length: int) -> None:
-        """Keep the first ``length`` committed tokens of every row."""
-        if not 0 <= length <= self.length:
-            raise UnsafeCall(f"cannot crop a cache of {self.length} tokens to {length}; legal: 0 to {self.length}")
-        self._settle()
-        with self.engine.exclusive(), deferred_interrupt():
-            for table in self.tables:
-                self.engine.manager.crop(table, length)
-
-    def select(self, indices: Sequence[int]) -> None:
-        """Make row ``i`` what row ``indices[i]`` is now. Blocks are shared, nothing is copied.
-
-        Beams are reordered, repeated and dropped this way; a row that is not named is released.
-        """
-        if any(not 0 <= index < self.rows for index in indices):
-            raise UnsafeCall(f"row indices {list(indices)} do not fit a cache of {self.rows} rows")
-        self._settle()
-        manager = self.engine.manager
-        with self.engine.exclusive(), deferred_interrupt():
-            kept: set[int] = set()
-            tables = []
-            for index in indices:
-                tables.append(manager.fork(self.tables[index]) if index in kept else self.tables[index])
-                kept.add(index)
-            for index, table in enumerate(self.tables):
-                if index not in kept:
-                    manager.release(table)
-            self.tables = tables
-
-    def fork(self) -> "SequenceBatch":
-        """Return a second batch over the same blocks; a write to either copies a block first."""
-        self._settle()
-        twin = self.engine.open()
-        with self.engine.exclusive(), deferred_interrupt():
-            twin.tables = [self.engine.manager.fork(table) for table in self.tables]
-        return twin
-
-    def read(self, layer: int) -> "tuple[torch.Tensor, torch.Tensor]":
-        """Return copies of all committed K and V of a layer, for inspection (blocks; not the hot path)."""
-        self._settle()
-        engine = self.engine
-        with engine.exclusive():
-            rows = [list(table.extents(0, table.length, engine.stores.slots_per_segment)) for table in self.tables]
-            return read_committed(engine.layout, engine.stores, rows, layer)
-
-    def reset(self) -> None:
-        """Drop all tokens and rows; the batch can be used again."""
-        if self.engine.closed:
-            self.tables, self.step = [], None
-            return
-        self._settle()
-        with self.engine.exclusive(), deferred_interrupt():
-            for table in self.tables:
-                self.engine.manager.release(table)
-            self.tables = []
-
-    def release(self) -> None:
-        """Give everything back for good. Idempotent."""
-        if not self._released:
-            self.reset()
-            self._released = True
 
     def __del__(self) -> None:
         # Collected, perhaps by another thread in the middle of anything: the engine takes the tables over later.
@@ -346,16 +247,3 @@ class SequenceBatch:
             # In this order: interrupted in between, the next forward of this batch leaves for both.
             self.engine.gate.leave()
             self._entered = False
-
-    def _drain_writes(self, *, torn: bool = False) -> None:
-        """Wait for the copies to host memory; of a torn forward only that they ended matters, not how."""
-        while self._writes:
-            ticket = self._writes[-1]
-            self.engine.transfers.settle(ticket)
-            self._writes.pop()
-            if ticket.error is not None and not torn:
-                raise ticket.error
-
-    def _settle(self) -> None:
-        self.check_usable()
-        self.rollback()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from tierkv.budgets import Budgets
 from tierkv.capacity import Bounce, Capacity, queue_bytes
 from tierkv.config import CacheConfig
-from tierkv.errors import ConfigError, TierKVError
+from tierkv.errors import ConfigError, StoreError, TierKVError
 from tierkv.geometry import PoolGeometry
 from tierkv.layout import BlockLayout
 from tierkv.moves import Move
@@ -20,6 +20,8 @@ from tierkv.transfer import Copy
 
 if TYPE_CHECKING:
     import torch
+
+    from tierkv.storage.prefix_store import PrefixStore
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +44,7 @@ class Stores:
         queue_limit: the most RAM that writes to disk may take while they wait. It is part of the host tier, or of the
             device tier where there is no host tier, and never more than a share of it (``queue_bytes``).
         bounce: the part of the host pool through which device and disk meet; None where they meet directly.
+        prefix: prefixes that are kept on disk, or None. Half of the disk tier, and half of its queue, are its.
     """
 
     layout: BlockLayout
@@ -50,6 +53,7 @@ class Stores:
     disk: "BlockStore | None"
     queue_limit: int = 0
     bounce: Bounce | None = None
+    prefix: "PrefixStore | None" = None
 
     @classmethod
     def open(cls, layout: BlockLayout, config: CacheConfig, budgets: Budgets, device: "torch.device") -> "Stores":
@@ -63,6 +67,11 @@ class Stores:
         cuda = device.type == "cuda"
         disk_on = budgets.disk > 0 and budgets.disk_path is not None
         queue = 0
+        if config.prefix.persist and not disk_on:
+            raise ConfigError(
+                "prefix.persist = true keeps prefixes on disk, and there is no room there: give disk.capacity some, or set "
+                "prefix.persist = false"
+            )
         if disk_on:
             # The queue is RAM: it lies in the host tier, or in the device tier of a machine without one.
             lender = budgets.host or (0 if cuda else budgets.device)
@@ -94,7 +103,10 @@ class Stores:
         stores = cls(layout, slab, host, None, budgets.write_queue if disk_on else 0, bounce)
         if disk_on and budgets.disk_path is not None:
             try:
-                stores.disk = _open_disk(layout, config, budgets, budgets.disk_path, queue)
+                parts = 2 if config.prefix.persist else 1  # two stores share the tier and its queue
+                stores.disk = _open_disk(layout, config, budgets.disk // parts, budgets.disk_path, queue // parts)
+                if config.prefix.persist:
+                    stores.prefix = _open_prefixes(config, budgets.disk // parts, budgets.disk_path, queue // parts)
             except BaseException as error:
                 if isinstance(error, ConfigError) and not config.is_explicit("disk.path"):
                     log.warning("going on without a disk tier: %s", error)
@@ -189,23 +201,35 @@ class Stores:
         slot = move.slot if source is Tier.DISK else move.source_slot
         if not self.bounces(move):
             if source is Tier.DISK:
-                return Copy(move.wire, num_bytes, load=lambda: self._load(move.source_slot, memory.block_views(slot)))
-            return Copy(move.wire, num_bytes, store=lambda: self._save(memory.block_views(slot), move.slot))
+                return Copy(
+                    move.wire, num_bytes, load=lambda: self.load_block(move.source_slot, memory.block_views(slot))
+                )
+            return Copy(move.wire, num_bytes, store=lambda: self.save_block(memory.block_views(slot), move.slot))
         assert bounce_slot is not None
         host = self.slab(Tier.HOST)
         views = host.block_views(bounce_slot)
         if source is Tier.DISK:
             pairs = host.copy_pairs(bounce_slot, memory, slot)
-            return Copy(move.wire, num_bytes, pairs, load=lambda: self._load(move.source_slot, views))
+            return Copy(move.wire, num_bytes, pairs, load=lambda: self.load_block(move.source_slot, views))
         pairs = memory.copy_pairs(slot, host, bounce_slot)
-        return Copy(move.wire, num_bytes, pairs, store=lambda: self._save(views, move.slot))
+        return Copy(move.wire, num_bytes, pairs, store=lambda: self.save_block(views, move.slot))
 
-    def _load(self, disk_slot: int, views: "list[torch.Tensor]") -> None:
+    def load_block(self, disk_slot: int, views: "list[torch.Tensor]") -> None:
+        """Fill the views of a block, shaped as ``SlabStore.block_views``, from the disk tier.
+
+        Raises:
+            RecordError: a slice is missing or damaged.
+        """
         for layer, (group, member) in enumerate(self.layout.group_of):
             keys, values = views[2 * group][member], views[2 * group + 1][member]
             self.disk_store.read(layer, Run(disk_slot, 1), keys, values)
 
-    def _save(self, views: "list[torch.Tensor]", disk_slot: int) -> None:
+    def save_block(self, views: "list[torch.Tensor]", disk_slot: int) -> None:
+        """Write the views of a block to the disk tier.
+
+        Raises:
+            StoreFull: it took no more.
+        """
         for layer, (group, member) in enumerate(self.layout.group_of):
             keys, values = views[2 * group][member], views[2 * group + 1][member]
             self.disk_store.write(layer, Run(disk_slot, 1), keys, values)
@@ -213,7 +237,7 @@ class Stores:
     def close(self) -> None:
         """Close all stores. Idempotent."""
         with ExitStack() as stack:  # each is closed, whatever the others say
-            for store in (self.device, self.host, self.disk):
+            for store in (self.device, self.host, self.disk, self.prefix):
                 if store is not None:
                     stack.callback(store.close)
 
@@ -223,14 +247,31 @@ def bounce_of(host: SlabStore) -> Bounce:
     return Bounce(host.geometry, max(1, min(BOUNCE_BLOCKS, host.num_slots // 8)))
 
 
-def _open_disk(layout: BlockLayout, config: CacheConfig, budgets: Budgets, path: Path, queue_bytes: int) -> BlockStore:
+def _open_prefixes(config: CacheConfig, capacity: int, path: Path, queue_bytes: int) -> "PrefixStore | None":
+    from tierkv.storage.prefix_store import PrefixStore
+
+    try:
+        return PrefixStore.open(
+            path,
+            capacity,
+            eviction=config.prefix.eviction,
+            ttl_seconds=config.prefix.ttl_seconds,
+            write_batch=config.disk.write_batch,
+            write_queue_bytes=queue_bytes,
+        )
+    except StoreError as error:  # a cache that cannot be used is done without
+        log.warning("going on without kept prefixes: %s", error)
+        return None
+
+
+def _open_disk(layout: BlockLayout, config: CacheConfig, capacity: int, path: Path, queue_bytes: int) -> BlockStore:
     # Imported late: it loads lmdb, which a run without a disk tier does not need.
     from tierkv.storage.spill import SpillStore
 
     return SpillStore(
         layout,
         path,
-        capacity_bytes=budgets.disk,
+        capacity_bytes=capacity,
         write_batch=config.disk.write_batch,
         write_queue_bytes=queue_bytes,
         readers=max(1, config.disk.readers),

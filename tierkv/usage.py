@@ -40,7 +40,7 @@ class Usage:
 
     def _base(self, tier: Tier) -> int:
         if tier is Tier.DISK:
-            return self._stores.disk.allocated_bytes if self._stores.disk else 0
+            return sum(store.allocated_bytes for store in (self._stores.disk, self._stores.prefix) if store is not None)
         slab = self._stores.device if tier is Tier.DEVICE else self._stores.host
         if slab is None:
             return 0
@@ -56,4 +56,6 @@ class Usage:
 
     def _queue(self, tier: Tier, which: str) -> int:
         lender = Tier.HOST if self._stores.host else Tier.DEVICE
-        return int(getattr(self._stores.disk, which, 0)) if tier is lender else 0
+        if tier is not lender:
+            return 0
+        return sum(int(getattr(store, which, 0)) for store in (self._stores.disk, self._stores.prefix))

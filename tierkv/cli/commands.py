@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 import tierkv
-from tierkv.cli import bench, demo, generate, info
+from tierkv.cli import bench, bench_replay, demo, generate, info
 from tierkv.cli.console import CommandGroup
 
 app = typer.Typer(
@@ -22,6 +22,7 @@ app = typer.Typer(
 )
 app.command("demo", epilog=demo.EPILOG)(demo.demo)
 app.command("generate", epilog=generate.EPILOG)(generate.generate)
+bench.app.command("replay", epilog=bench_replay.EPILOG)(bench_replay.replay)
 app.add_typer(bench.app)
 app.command("info", epilog=info.EPILOG)(info.info)
 

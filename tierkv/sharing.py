@@ -1,0 +1,108 @@
+"""SharedBlocks: which sealed blocks in memory hold which keys, and which of them nobody uses any more.
+
+A block with a key can be found by any sequence that begins alike. When its last sequence lets go of it, it is kept: it
+costs nothing until its room is wanted, and then the eviction rule says which goes first. The book holds unused blocks
+only, so a rule never looks at one that a sequence needs.
+
+Pure bookkeeping, no I/O. Not thread-safe: the manager owns it.
+"""
+
+from collections.abc import Collection, Iterator
+
+from tierkv.block_table import Block
+from tierkv.eviction import make_policy
+from tierkv.eviction_ledger import Entry, MemoryLedger
+from tierkv.tier import Tier
+
+
+class SharedBlocks:
+    """An index of blocks by key. ``find`` never returns a block whose bytes are not all there."""
+
+    def __init__(self, eviction: str) -> None:
+        """Make an empty index whose unused blocks go by the rule of that name."""
+        self._policy = make_policy(eviction)
+        self._ledger = MemoryLedger()
+        self._blocks: dict[bytes, Block] = {}
+        self._unused: dict[Block, None] = {}  # let go of first before the others
+
+    @property
+    def num_unused(self) -> int:
+        """Blocks that are kept although no sequence holds them."""
+        return len(self._unused)
+
+    @property
+    def num_saved(self) -> int:
+        """Blocks that would be there a second time if nobody shared."""
+        return sum(block.references - 1 for block in list(self._blocks.values()) if block.references > 1)
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def find(self, key: bytes) -> Block | None:
+        """Return the block that holds a key, or None."""
+        return self._blocks.get(key)
+
+    def is_kept(self, block: Block) -> bool:
+        """Whether a block is unused and kept."""
+        return block in self._unused
+
+    def unused_in(self, tier: Tier) -> Iterator[Block]:
+        """Yield unused blocks whose highest copy is in ``tier``, those that were let go of first before the others."""
+        return (block for block in list(self._unused) if block.slots and block.tier is tier)
+
+    def add(self, block: Block, key: bytes, parent: bytes | None, cost: float) -> None:
+        """Name a full block that a sequence holds; it is sealed by that.
+
+        Raises:
+            ValueError: the key is taken, or the block has one or is nobody's.
+        """
+        if key in self._blocks or block.key is not None or not block.references:
+            raise ValueError("a key names one block, and a block in use has one key")
+        block.key, block.sealed = key, True
+        self._blocks[key] = block
+        self._policy.insert(self._ledger, Entry(key, parent, 1, cost))
+
+    def use(self, block: Block) -> None:
+        """Give a block to one more sequence. Of a sequence, the last block comes first."""
+        block.references += 1
+        self._unused.pop(block, None)
+        assert block.key is not None
+        entry = self._ledger.find(block.key)
+        assert entry is not None
+        self._policy.touch(self._ledger, entry)
+
+    def keep(self, block: Block) -> bool:
+        """The last sequence let go of a block; return whether it is kept."""
+        if block.key is None:
+            return False
+        self._unused[block] = None
+        return True
+
+    def victim(self, tiers: Collection[Tier] = tuple(Tier)) -> Block | None:
+        """Return the unused block that goes first, of those whose highest copy is in ``tiers``; the caller forgets it."""
+
+        def may_go(entry: Entry) -> bool:
+            block = self._blocks[entry.key]
+            return block in self._unused and block.tier in tiers
+
+        entry = self._policy.victim(self._ledger, may_go) if self._unused else None
+        return None if entry is None else self._blocks[entry.key]
+
+    def forget(self, block: Block) -> None:
+        """An unused block goes; nobody finds its key any more."""
+        assert block.key is not None
+        entry = self._ledger.find(block.key)
+        assert entry is not None
+        self._policy.evicted(self._ledger, entry)
+        del self._unused[block], self._blocks[block.key]
+        block.key = None
+
+    def disown(self) -> list[Block]:
+        """Forget every key, since what they stood for has changed; return the blocks that were unused."""
+        unused = list(self._unused)
+        for block in self._blocks.values():
+            block.key = None
+        self._blocks.clear()
+        self._unused.clear()
+        self._ledger = MemoryLedger()
+        return unused

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 from tierkv.budgets import Budgets
 from tierkv.capacity import Capacity, ScratchPlan
 from tierkv.config import CacheConfig
-from tierkv.errors import CapacityError, ClosedError, TierKVError
+from tierkv.errors import BlockLost, CapacityError, ClosedError, TierKVError
 from tierkv.fetch import Fetcher
 from tierkv.gate import ForwardGate
 from tierkv.interrupts import deferred_interrupt
@@ -279,6 +279,11 @@ class Engine:
         self.manager.freeze(Tier.DISK)
         self.capacity = replace(self.capacity, disk_slots=0, disk_failed=True)
 
+    def block_lost(self) -> None:
+        """A live block cannot be read back. Others may share it: nobody else shall find it, nor what lies beside it."""
+        self.count(blocks_lost=1)
+        self.manager.disown_shared()
+
     def orphan(self, tables: "list[BlockTable]", step: Step | None, writes: list[Ticket]) -> None:
         """Take over the tables of a collected cache. Called by the garbage collector, from any thread at any time."""
         self._orphans.append((tables, step, writes))
@@ -308,7 +313,11 @@ class Engine:
         """Make room until the manager has a step, and hand it over."""
         for _ in range(MAX_ROOM_ROUNDS):
             with deferred_interrupt():
-                self._mover.reap()
+                try:
+                    self._mover.reap()
+                except BlockLost:
+                    self.manager.disown_shared()
+                    raise
                 outcome = self.manager.begin(tables, count)
                 if isinstance(outcome, Step):
                     rows.step = outcome

@@ -181,7 +181,7 @@ class SequenceBatch(RowTables):
         try:
             yield
         except RecordError as error:
-            self.engine.count(blocks_lost=1)
+            self.engine.block_lost()
             raise BlockLost(f"a block that only the disk tier held cannot be read back ({error})") from error
         except StoreFull:
             self.engine.disk_failed()

@@ -10,7 +10,6 @@ id of its own.
 
 import heapq
 import json
-import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from typing import Any, Final
 
 BLOCK_TOKENS: Final = 512
 """Tokens that an id of the published traces stands for."""
+_MOST: Final = 10**12
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +76,8 @@ def _request(line: bytes) -> Request:
         raise TraceError("not a JSON object (legal: one object a line, as in Mooncake's traces)")
     tokens, output = (_count(found, name) for name in ("input_length", "output_length"))
     time, ids = found.get("timestamp"), found.get("hash_ids")
-    if isinstance(time, bool) or not isinstance(time, int | float) or not 0 <= time < math.inf:
-        raise _wrong("timestamp", "is missing or wrong", "milliseconds, 0 or more")
+    if isinstance(time, bool) or not isinstance(time, int | float) or not 0 <= time <= _MOST:
+        raise _wrong("timestamp", "is missing or wrong", f"milliseconds, 0 to {_MOST:,}")
     if not isinstance(ids, list) or not all(type(one) is int for one in ids):
         raise _wrong("hash_ids", "is missing or wrong", "a list of whole numbers")
     if not tokens // BLOCK_TOKENS <= len(ids) <= -(-tokens // BLOCK_TOKENS):
@@ -88,8 +88,8 @@ def _request(line: bytes) -> Request:
 
 def _count(found: dict[str, Any], name: str) -> int:
     value = found.get(name)
-    if type(value) is not int or value < 0:
-        raise _wrong(name, "is missing or wrong", "a whole number of tokens")
+    if type(value) is not int or not 0 <= value <= _MOST:
+        raise _wrong(name, "is missing or wrong", f"a whole number of tokens, 0 to {_MOST:,}")
     return value
 
 

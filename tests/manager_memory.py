@@ -73,7 +73,8 @@ class Memory:
         self.keep = Keep(*sizes.keep)
         slots = dict(zip(Tier, sizes.slots, strict=True))
         per_segment = dict(zip(Tier, sizes.per_segment, strict=True))
-        self.manager = TierManager(self.size, slots, per_segment, self.keep)
+        eviction = ("lru", "s3fifo", "cost")[pick(3)]
+        self.manager = TierManager(self.size, slots, per_segment, self.keep, eviction=eviction)
         self.manager.pools = self.manager.places.pools = {
             tier: WatchedPool(slots[tier], per_segment[tier], lambda slot, tier=tier: self._freed(tier, slot))  # type: ignore[misc]
             for tier in Tier
@@ -85,6 +86,7 @@ class Memory:
         self.rows: list[Row] = []
         self.waiting: set[Row] = set()
         self.shrinking: dict[Tier, int] = {}
+        self.published: dict[bytes, list[int]] = {}  # the tokens up to the end of the block with this key
         self._next_token = 0
         self._failed_in_a_row = 0
         self._in_begin = False
@@ -143,7 +145,7 @@ class Memory:
     def _is_stale(self, move: Move) -> bool:
         """Return whether nobody wants the result any more."""
         if move.tail_of is None:
-            return move.target.references == 0
+            return move.target.references == 0 and not self.manager.shared.is_kept(move.target)
         row = next((row for row in self.rows if row.table is move.tail_of), None)
         return row is None or not row.table.blocks or row.table.blocks[-1] is not move.source
 

@@ -77,7 +77,10 @@ class World(Memory):
 
     def _meddle(self) -> None:
         """Do something with other sequences while some wait for room."""
-        verbs = (self.release, self.crop, self.fork, self.select, self.begin_once, self.commit, self.background)
+        verbs = (
+            self.release, self.crop, self.fork, self.select, self.begin_once, self.commit, self.background, self.publish,
+            self.share,
+        )  # fmt: skip
         verbs[self.pick(len(verbs))]()
 
     def begin_once(self) -> None:
@@ -108,7 +111,11 @@ class World(Memory):
         hard, total = (copies, copies) if copies else (sum(number > 0 for number in new), sum(new))
         running = {block for row in self.rows if row.forward for block in row.table.blocks}
         room = {tier: pool.free for tier, pool in manager.pools.items()}
-        for block in self.live_blocks():
+        for block in self.kept_blocks():  # they are forgotten before anything is refused
+            for tier, slot in block.slots.items():
+                pool = manager.pools[tier]
+                room[tier] += slot < pool.num_slots and not pool.frozen
+        for block in self.used_blocks():
             for tier, slot in block.slots.items():
                 pool = manager.pools[tier]
                 if tier is not block.tier and block not in running and slot < pool.num_slots and not pool.frozen:
@@ -116,7 +123,7 @@ class World(Memory):
         fixed = running | {table.tail for table in tables if table.tail is not None}
         movable = sum(
             block not in fixed and block.slots.get(Tier.DEVICE, device.num_slots) < device.num_slots
-            for block in self.live_blocks()
+            for block in self.used_blocks()
         )
         below = room[Tier.HOST] + room[Tier.DISK]
         return total <= room[Tier.DEVICE] + below and hard <= room[Tier.DEVICE] + min(movable, below)
@@ -126,6 +133,12 @@ class World(Memory):
         assert step.stop == step.start + count
         new = [[self._next_token + row * count + at for at in range(count)] for row in range(len(rows))]
         self._next_token += count * len(rows)
+        for index, row in enumerate(rows):  # now and then somebody computes what another one has computed
+            equal = [one.tokens for one in self.rows if one.tokens[: len(row.tokens)] == row.tokens]
+            longer = [tokens[len(row.tokens) :] for tokens in equal if len(tokens) > len(row.tokens)]
+            if longer and self.pick(2):
+                same = longer[self.pick(len(longer))][:count]
+                new[index][: len(same)] = same
         forward = Forward(step, rows, new)
         for row in rows:
             row.forward = forward
@@ -276,6 +289,57 @@ class World(Memory):
         rows = self._choose_rows()
         self._start(self.manager.background([row.table for row in rows]))
 
+    # -- sharing --------------------------------------------------------------------------------------------------
+
+    def _key(self, tokens: list[int]) -> bytes:
+        return repr(tokens).encode()
+
+    def publish(self) -> None:
+        """Give keys to the full blocks of one sequence, from the first on."""
+        idle = self._idle()
+        if not idle:
+            return
+        row = idle[self.pick(len(idle))]
+        parent = None
+        for index in range(len(row.tokens) // self.size):
+            tokens = row.tokens[: (index + 1) * self.size]
+            key = self._key(tokens)
+            before = row.table.blocks[index]
+            after = self.manager.publish(row.table, index, key, parent, cost=1.0 + index)
+            assert row.table.blocks[index] is after
+            if after is not before:
+                self.note("two became one")
+            self.published[key] = tokens
+            parent = key
+
+    def share(self) -> None:
+        """Begin a sequence, or go on with one, with blocks that were published."""
+        tokens = list(self.published.values())
+        idle = [row for row in self._idle() if not len(row.tokens) % self.size]
+        if not tokens:
+            return
+        wanted = tokens[self.pick(len(tokens))]
+        fitting = [row for row in idle if row.tokens == wanted[: len(row.tokens)] and len(row.tokens) < len(wanted)]
+        if fitting and self.pick(2):
+            row = fitting[self.pick(len(fitting))]
+        elif len(self.rows) < MAX_SEQUENCES:
+            row = Row(self.manager.open())
+            self.rows.append(row)
+        else:
+            return
+        ends = range(len(row.tokens) + self.size, len(wanted) + 1, self.size)
+        kept = self.manager.shared.num_unused
+        found = self.manager.share(row.table, [self._key(wanted[:end]) for end in ends])
+        row.tokens += wanted[len(row.tokens) : len(row.tokens) + found * self.size]
+        if found:
+            self.note("shared")
+        if self.manager.shared.num_unused < kept:
+            self.note("used again")
+
+    def disown(self) -> None:
+        self.manager.disown_shared()
+        self.published.clear()
+
     # -- tiers ----------------------------------------------------------------------------------------------------
 
     def freeze(self) -> None:
@@ -318,14 +382,26 @@ class World(Memory):
 
     # -- what always holds ----------------------------------------------------------------------------------------
 
-    def live_blocks(self) -> dict[Block, None]:
+    def used_blocks(self) -> dict[Block, None]:
         return dict.fromkeys(block for row in self.rows for block in row.table.blocks)
+
+    def kept_blocks(self) -> list[Block]:
+        shared = self.manager.shared
+        known = dict.fromkeys(block for key in self.published if (block := shared.find(key)) is not None)
+        return [block for block in known if shared.is_kept(block)]
+
+    def live_blocks(self) -> dict[Block, None]:
+        return self.used_blocks() | dict.fromkeys(self.kept_blocks())
 
     def check(self) -> None:
         """Budgets, references and the book-keeping, after every operation."""
         manager = self.manager
         assert manager.moves == set(self.flights)
         holders = Counter(block for row in self.rows for block in row.table.blocks)
+        kept = self.kept_blocks()
+        assert len(kept) == manager.shared.num_unused
+        assert not holders.keys() & set(kept)
+        holders.update(dict.fromkeys(kept, 0))
         references: dict[Tier, Counter[int]] = {tier: Counter() for tier in Tier}
         census = {tier: [0, 0] for tier in Tier}
         arriving: dict[Block, dict[Tier, int]] = {}
@@ -358,6 +434,11 @@ class World(Memory):
 
     def check_contents(self) -> None:
         """Every copy of every block holds the tokens of every sequence that it belongs to."""
+        for key, tokens in self.published.items():
+            block = self.manager.shared.find(key)
+            for place in block.slots.items() if block else ():
+                for layer, held in enumerate(self.memory.get(place, self._blank())):
+                    assert held == [token * LAYERS + layer for token in tokens[-self.size :]]
         for row in self.rows:
             self._check_reads(list(row.table.extents(0, len(row.tokens), self.manager.slots_per_segment)), row.tokens)
             for index, block in enumerate(row.table.blocks):
@@ -377,6 +458,8 @@ class World(Memory):
             else:
                 self.finish_some()
             self.check()
+        self.disown()
+        self.check()
         for pool in self.manager.pools.values():
             assert pool.used == 0
             assert pool.free == (0 if pool.frozen else pool.num_slots)

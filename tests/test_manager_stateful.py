@@ -35,7 +35,7 @@ def draw_sizes(pick: Pick) -> Sizes:
 OPERATIONS = {
     "begin_and_commit": 30, "begin_insisting": 5, "begin_once": 8, "write": 8, "read": 3, "commit": 8, "rollback": 3,
     "open": 3, "crop": 3, "fork": 3, "select": 3, "release": 2, "background": 8, "finish_some": 15, "resize": 2,
-    "continue_resize": 2, "freeze": 0.05,
+    "continue_resize": 2, "freeze": 0.05, "publish": 6, "share": 6, "disown": 0.1,
 }  # fmt: skip
 """Methods of `World`, and how often a walk takes each."""
 
@@ -90,7 +90,7 @@ KINDS = {
     "tail copy device_to_device", "tail copy host_to_device", "tail copy disk_to_device",
     "dropped for nothing: device", "dropped for nothing: host", "dropped for nothing: disk",
     "stale completion", "source kept for an open step", "failed", "capacity error", "cannot shrink", "resized device",
-    "resized host", "freeze",
+    "resized host", "freeze", "shared", "used again", "two became one",
 }  # fmt: skip
 
 

@@ -133,7 +133,7 @@ class TierManager:
             The block that holds the key now, in the table and for others.
         """
         block = table.blocks[index]
-        if (index + 1) * self.block_size > table.length or self.places.is_read(block):
+        if (index + 1) * self.block_size > table.length or any(table in step.tables for step in self._steps):
             raise ValueError("only a full block of a sequence at rest has a key")
         known = self.shared.find(key)
         if block.key is not None or known is block:

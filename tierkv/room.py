@@ -127,7 +127,9 @@ class RoomMaker:
     def forget_unused(self, wanted: int) -> None:
         """Forget blocks that no sequence holds until ``wanted`` slots, wherever they are, have come free."""
         while wanted > 0 and (block := self._shared.victim()) is not None:
-            wanted -= len(block.slots)
+            pool = self._places.pools[block.tier]
+            # Clean copies further down could be given up before: what is won is the slot of the highest one.
+            wanted -= block.slots[block.tier] < pool.num_slots and not pool.frozen
             self._forget(block)
 
     def _free_everywhere(self) -> int:

@@ -86,7 +86,10 @@ class SharedBlocks:
             return block in self._unused and block.tier in tiers
 
         entry = self._policy.victim(self._ledger, may_go) if self._unused else None
-        return None if entry is None else self._blocks[entry.key]
+        if entry is not None:
+            return self._blocks[entry.key]
+        # The rule holds a block as long as one that continues it is in use, which may have another copy before it.
+        return next((block for block in reversed(self._unused) if block.slots and block.tier in tiers), None)
 
     def forget(self, block: Block) -> None:
         """An unused block goes; nobody finds its key any more."""

@@ -118,7 +118,7 @@ def test_random_walks_reach_every_kind_of_move():
 @pytest.mark.slow
 def test_long_random_walks():
     seen: Counter[str] = Counter()
-    for seed in range(1000, 1060):
+    for seed in range(1000, 1100):
         walk(seed, 400, seen)
     assert KINDS - seen.keys() == set()
     assert seen["step"] > 3_000

@@ -10,11 +10,12 @@ Ids do not always decide KV. A token counts as *known* only where they do: its i
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tierkv.prefix import KeyedRow
+if TYPE_CHECKING:
+    from tierkv.prefix import KeyedRow
 
 
 @dataclass(frozen=True)

@@ -305,7 +305,7 @@ class World(Memory):
             tokens = row.tokens[: (index + 1) * self.size]
             key = self._key(tokens)
             before = row.table.blocks[index]
-            after = self.manager.publish(row.table, index, key, parent, cost=1.0 + index)
+            after = self.manager.publish(row.table, index, key, tokens[-self.size :], parent, cost=1.0 + index)
             assert row.table.blocks[index] is after
             if after is not before:
                 self.note("two became one")
@@ -329,7 +329,7 @@ class World(Memory):
             return
         ends = range(len(row.tokens) + self.size, len(wanted) + 1, self.size)
         kept = self.manager.shared.num_unused
-        found = self.manager.share(row.table, [self._key(wanted[:end]) for end in ends])
+        found = self.manager.share(row.table, [self._key(wanted[:end]) for end in ends], wanted[len(row.tokens) :])
         row.tokens += wanted[len(row.tokens) : len(row.tokens) + found * self.size]
         if found:
             self.note("shared")
@@ -387,7 +387,11 @@ class World(Memory):
 
     def kept_blocks(self) -> list[Block]:
         shared = self.manager.shared
-        known = dict.fromkeys(block for key in self.published if (block := shared.find(key)) is not None)
+        known = dict.fromkeys(
+            block
+            for key in self.published
+            if (block := shared.find(key, self.published[key][-self.size :])) is not None
+        )
         return [block for block in known if shared.is_kept(block)]
 
     def live_blocks(self) -> dict[Block, None]:
@@ -435,10 +439,10 @@ class World(Memory):
     def check_contents(self) -> None:
         """Every copy of every block holds the tokens of every sequence that it belongs to."""
         for key, tokens in self.published.items():
-            block = self.manager.shared.find(key)
+            block = self.manager.shared.find(key, tokens[-self.size :])
             for place in block.slots.items() if block else ():
-                for layer, held in enumerate(self.memory.get(place, self._blank())):
-                    assert held == [token * LAYERS + layer for token in tokens[-self.size :]]
+                for layer, there in enumerate(self.memory.get(place, self._blank())):
+                    assert there == [token * LAYERS + layer for token in tokens[-self.size :]]
         for row in self.rows:
             self._check_reads(list(row.table.extents(0, len(row.tokens), self.manager.slots_per_segment)), row.tokens)
             for index, block in enumerate(row.table.blocks):

@@ -98,8 +98,13 @@ class TierManager:
 
     # -- shared blocks --------------------------------------------------------------------------------------------
 
-    def share(self, table: BlockTable, keys: Sequence[bytes]) -> int:
+    def share(self, table: BlockTable, keys: Sequence[bytes], ids: Sequence[int]) -> int:
         """Append the blocks that hold ``keys``, up to the first that nobody holds, to a table of whole blocks.
+
+        Args:
+            table: of a sequence outside of any step.
+            keys: of the blocks.
+            ids: of their tokens, one block after another.
 
         Returns:
             How many were appended. Another sequence may write to none of them: they are sealed.
@@ -107,8 +112,8 @@ class TierManager:
         if table.tail is not None or table not in self._tables:
             raise ValueError("shared blocks go behind whole blocks of a sequence")
         found = []
-        for key in keys:
-            block = self.shared.find(key)
+        for index, key in enumerate(keys):
+            block = self.shared.find(key, ids[index * self.block_size : (index + 1) * self.block_size])
             if block is None:
                 break
             found.append(block)
@@ -119,13 +124,16 @@ class TierManager:
         table.seal()
         return len(found)
 
-    def publish(self, table: BlockTable, index: int, key: bytes, parent: bytes | None, cost: float) -> Block:
+    def publish(
+        self, table: BlockTable, index: int, key: bytes, ids: Sequence[int], parent: bytes | None, cost: float
+    ) -> Block:
         """Name a full block, so that others find it. Where its key is known already, the known block takes its place.
 
         Args:
             table: of a sequence outside of any step.
             index: of the block in the table.
             key: of the block, and so of all tokens up to its end.
+            ids: of its tokens.
             parent: key of the block before it.
             cost: to compute it again, in any measure.
 
@@ -135,9 +143,9 @@ class TierManager:
         block = table.blocks[index]
         if (index + 1) * self.block_size > table.length or any(table in step.tables for step in self._steps):
             raise ValueError("only a full block of a sequence at rest has a key")
-        known = self.shared.find(key)
-        if block.key is not None or known is block:
-            return block
+        known = self.shared.find(key, ids)
+        if block.key is not None or known is block or (known is None and key in self.shared):
+            return block  # the last: two texts with one key, of which the first keeps it
         if known is not None and known.tier > block.tier:
             if not self.shared.is_kept(known):
                 return block  # others hold it further down; both stay
@@ -145,7 +153,7 @@ class TierManager:
             self.places.forget(known)
             known = None
         if known is None:
-            self.shared.add(block, key, parent, cost)
+            self.shared.add(block, key, ids, parent, cost)
             return block
         self.shared.use(known)
         table.blocks[index] = known

@@ -169,7 +169,9 @@ class PrefixCache:
         in_memory = 0
         if self._config.share:
             shared = self._engine.manager.shared
-            in_memory = next((i for i, key in enumerate(keys) if shared.find(key) is None), len(keys))
+            blocks = (prompt.ids[index * size : (index + 1) * size] for index in range(len(keys)))
+            known = (shared.find(key, ids) is not None for key, ids in zip(keys, blocks, strict=True))
+            in_memory = next((index for index, one in enumerate(known) if not one), len(keys))
         found: list[Found] = []
         if self.store is not None and len(prompt.ids) >= self._config.min_tokens:
             found = self.store.match(namespace, keys)
@@ -200,7 +202,9 @@ class PrefixCache:
         for row, match in enumerate(matches):
             whole = max(0, target - match.prompt.pad) // size
             keyed = KeyedRow(match.prompt.pad, match.keys[:whole])
-            self._name(batch.tables[row], keyed, range(match.in_memory, whole))
+            self._name(
+                batch.tables[row], keyed, range(match.in_memory, whole), match.prompt.ids[match.in_memory * size :]
+            )
             keyed.stored = min(match.stored, whole)
             rows.append(keyed)
             self.count(used_tokens=target - match.prompt.pad)
@@ -215,7 +219,7 @@ class PrefixCache:
             if pad:
                 batch.fill(row, pad, self._copies(match, {}, 0))
             whole = -(-(target - pad) // size)
-            shared = batch.share(row, match.keys[: min(match.in_memory, whole)])
+            shared = batch.share(row, match.keys[: min(match.in_memory, whole)], match.prompt.ids)
             begin = pad + shared * size
             if begin >= target or shared < match.in_memory:
                 return min(begin, target)
@@ -224,7 +228,7 @@ class PrefixCache:
         manager = self._engine.manager
         held = manager.open()
         try:
-            manager.share(held, match.keys[: match.in_memory])
+            manager.share(held, match.keys[: match.in_memory], match.prompt.ids)
             return self._load(batch, row, match, dict(enumerate(held.blocks)), 0, target)
         finally:
             manager.release(held)
@@ -320,7 +324,7 @@ class PrefixCache:
             if full > named:
                 ids = ids_of(row, keyed.pad + named * size, keyed.pad + full * size)
                 keyed.keys += chain_keys(keyed.keys[-1] if keyed.keys else namespace, ids, size)
-                self._name(batch.tables[row], keyed, range(named, full))
+                self._name(batch.tables[row], keyed, range(named, full), ids)
             if self._offers is not None and keyed.stored < full and full * size >= self._config.min_tokens:
                 ids = ids_of(row, keyed.pad + keyed.stored * size, keyed.pad + full * size)
                 new = range(keyed.stored, full)
@@ -336,11 +340,14 @@ class PrefixCache:
         if self._offers is not None and self._offers.waiting:
             self._offers.drain()
 
-    def _name(self, table: "BlockTable", keyed: KeyedRow, blocks: range) -> None:
-        first, rest = divmod(keyed.pad, self._engine.layout.block_size)
-        for index in blocks if self._config.share and not rest else ():
-            parent = keyed.keys[index - 1] if index else None
-            self._engine.manager.publish(table, first + index, keyed.keys[index], parent, self._cost(index))
+    def _name(self, table: "BlockTable", keyed: KeyedRow, blocks: range, ids: Sequence[int]) -> None:
+        """Let others find blocks of a row; ``ids`` are those of their tokens, one block after another."""
+        size = self._engine.layout.block_size
+        first, rest = divmod(keyed.pad, size)
+        for number, index in enumerate(blocks if self._config.share and not rest else ()):
+            key, parent = keyed.keys[index], keyed.keys[index - 1] if index else None
+            own = ids[number * size : (number + 1) * size]
+            self._engine.manager.publish(table, first + index, key, own, parent, self._cost(index))
 
     def _pieces(self, table: "BlockTable", begin: int) -> list[Piece]:
         """Return where the tokens of one key lie in a row, whose padding may have shifted them."""

@@ -129,10 +129,10 @@ class RowTables(ABC):
         with self.engine.exclusive(), deferred_interrupt():
             self.tables = [self.engine.manager.open() for _ in range(count)]
 
-    def share(self, row: int, keys: Sequence[bytes]) -> int:
-        """Continue a row of whole blocks with the blocks that hold ``keys``; return how many are in memory."""
+    def share(self, row: int, keys: Sequence[bytes], ids: Sequence[int]) -> int:
+        """Continue a row of whole blocks with those that hold ``keys``, whose tokens are ``ids``; return how many it got."""
         with self.engine.exclusive(), deferred_interrupt():
-            return self.engine.manager.share(self.tables[row], keys)
+            return self.engine.manager.share(self.tables[row], keys, ids)
 
     def fill(self, row: int, count: int, copies: "Callable[[Step], Sequence[Copy]]") -> int:
         """Continue a row with ``count`` tokens whose bytes are at hand, so that no forward has to compute them.

@@ -7,7 +7,7 @@ only, so a rule never looks at one that a sequence needs.
 Pure bookkeeping, no I/O. Not thread-safe: the manager owns it.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 from tierkv.block_table import Block
 from tierkv.eviction import make_policy
@@ -23,6 +23,7 @@ class SharedBlocks:
         self._policy = make_policy(eviction)
         self._ledger = MemoryLedger()
         self._blocks: dict[bytes, Block] = {}
+        self._ids: dict[bytes, tuple[int, ...]] = {}
         self._unused: dict[Block, None] = {}  # let go of first before the others
 
     @property
@@ -38,9 +39,13 @@ class SharedBlocks:
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def find(self, key: bytes) -> Block | None:
-        """Return the block that holds a key, or None."""
-        return self._blocks.get(key)
+    def find(self, key: bytes, ids: Sequence[int]) -> Block | None:
+        """Return the block that holds a key and these ids, or None: equal keys of other ids would be a wrong token."""
+        block = self._blocks.get(key)
+        return block if block is not None and self._ids[key] == tuple(ids) else None
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._blocks
 
     def is_kept(self, block: Block) -> bool:
         """Whether a block is unused and kept."""
@@ -50,8 +55,15 @@ class SharedBlocks:
         """Yield unused blocks whose highest copy is in ``tier``, those that were let go of first before the others."""
         return (block for block in list(self._unused) if block.slots and block.tier is tier)
 
-    def add(self, block: Block, key: bytes, parent: bytes | None, cost: float) -> None:
+    def add(self, block: Block, key: bytes, ids: Sequence[int], parent: bytes | None, cost: float) -> None:
         """Name a full block that a sequence holds; it is sealed by that.
+
+        Args:
+            block: it.
+            key: its name.
+            ids: of its tokens.
+            parent: key of the block before it, or None.
+            cost: to compute it again, in any measure.
 
         Raises:
             ValueError: the key is taken, or the block has one or is nobody's.
@@ -59,7 +71,7 @@ class SharedBlocks:
         if key in self._blocks or block.key is not None or not block.references:
             raise ValueError("a key names one block, and a block in use has one key")
         block.key, block.sealed = key, True
-        self._blocks[key] = block
+        self._blocks[key], self._ids[key] = block, tuple(ids)
         self._policy.insert(self._ledger, Entry(key, parent, 1, cost))
 
     def use(self, block: Block) -> None:
@@ -97,7 +109,7 @@ class SharedBlocks:
         entry = self._ledger.find(block.key)
         assert entry is not None
         self._policy.evicted(self._ledger, entry)
-        del self._unused[block], self._blocks[block.key]
+        del self._unused[block], self._blocks[block.key], self._ids[block.key]
         block.key = None
 
     def disown(self) -> list[Block]:
@@ -106,6 +118,7 @@ class SharedBlocks:
         for block in self._blocks.values():
             block.key = None
         self._blocks.clear()
+        self._ids.clear()
         self._unused.clear()
         self._ledger = MemoryLedger()
         return unused

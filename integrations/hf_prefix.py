@@ -135,8 +135,7 @@ class ModelPrefixes:
             prefix.rates.computed(tokens * cache.sequences.rows, seconds)
         if not content.keyed:
             content.keyed = _open_rows(content)
-        size = self._engine.layout.block_size
-        if not any(not row.closed and (content.length - row.pad) // size > len(row.keys) for row in content.keyed):
+        if not any(prefix.is_due(row, content.length) for row in content.keyed):
             prefix.drain()
             return
         if weights_stamp(model) != cache.weights:

@@ -67,6 +67,8 @@ class PrefixStats:
     """Tokens beyond those that were found in the store."""
     restored_tokens: int = 0
     """Tokens that were read from the store."""
+    restore_seconds: float = 0.0
+    """Time that reading them took, from the first request to the last byte in place."""
     used_tokens: int = 0
     """Tokens that prompts began with and no forward computed. Rows of one batch share a length, so it may be less than was
     matched."""

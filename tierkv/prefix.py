@@ -115,7 +115,7 @@ class PrefixCache:
         """Whether anything is shared or kept."""
         return self._config.share or self.store is not None
 
-    def count(self, **events: int) -> None:
+    def count(self, **events: float) -> None:
         """Add to the counters of ``PrefixStats``."""
         self.stats_so_far = replace(
             self.stats_so_far, **{name: getattr(self.stats_so_far, name) + number for name, number in events.items()}
@@ -241,8 +241,9 @@ class PrefixCache:
         filled = batch.fill(row, count, self._copies(match, held, begin))
         size = self._engine.layout.block_size
         restored = max(0, (begin + filled - match.prompt.pad) // size - match.in_memory)
-        self.count(restored_tokens=restored * size, failed_restores=int(filled < count))
-        self.rates.loaded(restored * self._engine.layout.block_bytes, time.perf_counter() - began)
+        seconds = time.perf_counter() - began if restored else 0.0
+        self.count(restored_tokens=restored * size, restore_seconds=seconds, failed_restores=int(filled < count))
+        self.rates.loaded(restored * self._engine.layout.block_bytes, seconds)
         return filled
 
     def _copies(self, match: _Match, held: "dict[int, Block]", begin: int) -> "Callable[[Step], list[Copy]]":
@@ -334,6 +335,13 @@ class PrefixCache:
                 )  # fmt: skip
                 keyed.stored = full
         self.drain()
+
+    def is_due(self, keyed: KeyedRow, length: int) -> bool:
+        """Whether ``publish`` has anything to do for a row of a cache of ``length`` places. Cheap."""
+        size = self._engine.layout.block_size
+        full = (length - keyed.pad) // size
+        kept = self._offers is not None and full > keyed.stored and full * size >= self._config.min_tokens
+        return not keyed.closed and (full > len(keyed.keys) or kept)
 
     def drain(self) -> None:
         """Hand over to the store what it has room for now."""

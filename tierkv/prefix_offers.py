@@ -98,7 +98,7 @@ class PrefixOffers:
                 time.sleep(_POLL_SECONDS)
                 continue
             first = self._backlog.popleft()
-            if self._store.match(first.namespace, [first.key]):
+            if not self._store.wants(first.namespace, first.key, first.parent):
                 continue  # another row, or another process, was faster
             if first.piece.block.slots:
                 block = Block(first.key, first.parent, first.ids, (), first.cost)

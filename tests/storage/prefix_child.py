@@ -9,6 +9,7 @@ import resource
 import signal
 import sys
 import time
+from collections.abc import Callable
 
 from tests.storage.prefixes import (
     NAMESPACE,
@@ -19,6 +20,7 @@ from tests.storage.prefixes import (
     read_run,
 )  # fmt: skip
 from tierkv.errors import RecordError, StoreError
+from tierkv.eviction import POLICIES
 
 CHAINS = 60
 SIZES = (1000, 5000, 20_000)
@@ -36,7 +38,8 @@ def size_of(number):
 def churn(root, capacity, seed):
     """Do everything that a store can, in random order, until killed."""
     dice = random.Random(int(seed))
-    store = open_prefixes(root, int(capacity), write_batch=4, wait_seconds=20.0)
+    rule = dice.choice(list(POLICIES))  # processes that disagree about it harm each other's choices, nothing else
+    store = open_prefixes(root, int(capacity), write_batch=4, wait_seconds=20.0, eviction=rule)
     say("open")
     while True:
         number = dice.randrange(CHAINS)
@@ -54,15 +57,15 @@ def churn(root, capacity, seed):
             store.pin(keys_of(blocks), 0.01)
         elif chance < 0.6:
             store.flush(10)
+        elif chance < 0.61:
+            store.gc(budget_bytes=int(capacity) // 3)
+        elif chance < 0.612:
+            store.clear(None if chance < 0.611 else NAMESPACE)
         elif chance < 0.63:
-            store.gc(budget_bytes=int(capacity) // 4)
-        elif chance < 0.65:
-            store.clear(None if chance < 0.64 else NAMESPACE)
-        elif chance < 0.67:
             assert store.verify(repair=False).bad == []
-        elif chance < 0.7:
+        elif chance < 0.66:
             store.close()
-            store = open_prefixes(root, int(capacity), write_batch=4, wait_seconds=20.0)
+            store = open_prefixes(root, int(capacity), write_batch=4, wait_seconds=20.0, eviction=rule)
 
 
 def fill(root, capacity, first, number):
@@ -141,7 +144,14 @@ def limited(root, capacity, limit):
     say("recovered")
 
 
-VERBS = {"churn": churn, "fill": fill, "verify": verify, "find": find, "hold": hold, "limited": limited}
+VERBS: dict[str, Callable[..., None]] = {
+    "churn": churn,
+    "fill": fill,
+    "verify": verify,
+    "find": find,
+    "hold": hold,
+    "limited": limited,
+}
 
 if __name__ == "__main__":
     try:

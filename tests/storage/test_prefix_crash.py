@@ -37,7 +37,7 @@ def kill(child):
 def kill_many(root, number, seed, *, together, on_check=lambda: None):
     """Start and kill children on one store, ``together`` at a time; look at it after each kill."""
     dice = random.Random(seed)
-    running = []
+    running: list[tuple[subprocess.Popen[str], float]] = []
     for turn in range(1, number + 1):
         while len(running) < together:
             running.append((start("churn", root, CAPACITY, dice.randrange(1 << 30)), time.monotonic()))

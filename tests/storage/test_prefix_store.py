@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 
@@ -20,7 +21,7 @@ from tests.storage.prefixes import (
     put_all,
     read_run,
 )  # fmt: skip
-from tierkv.errors import ClosedError, RecordError, StoreError
+from tierkv.errors import ClosedError, RecordError, StoreError, StoreFull
 from tierkv.eviction import POLICIES
 from tierkv.storage.prefix_store import Block
 
@@ -431,6 +432,7 @@ def test_one_store_per_path_shared_by_its_users(tmp_path):
         other.put(NAMESPACE, chain(1, 1)[0])
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_child_may_not_use_it_and_keeps_nothing_open(tmp_path):
     with prefixes(tmp_path) as store:
         put_all(store, chain(1, 3))
@@ -445,6 +447,55 @@ def test_a_forked_child_may_not_use_it_and_keeps_nothing_open(tmp_path):
             os._exit(2)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
         assert read_run(store, chain(1, 3)) == 3
+
+
+def test_close_with_a_stuck_disk_sheds_what_waits_and_a_later_open_ends_it(tmp_path, caplog):
+    store = open_prefixes(tmp_path, wait_seconds=0.1)
+    put_all(store, chain(0, 1))
+    with store._parts.write():  # the writer waits for us
+        for block in chain(1, 40):
+            store.put(NAMESPACE, block)
+        began = time.monotonic()
+        store.close()
+        assert time.monotonic() - began < 3
+        assert "stays open" in caplog.text
+        assert store._tally.get("shed") >= 40 - 16
+        with pytest.raises(ClosedError):
+            store.match(NAMESPACE, [])
+        with pytest.raises(StoreError, match="still being closed"):
+            open_prefixes(tmp_path)
+    store._writer.join(10)
+    with prefixes(tmp_path) as again:
+        assert read_run(again, chain(0, 1)) == 1
+        check_sound(again)
+
+
+def test_an_index_without_a_free_page_sheds_and_recovers(tmp_path, caplog):
+    with prefixes(tmp_path) as store:
+        put_all(store, chain(0, 30))
+        junk = []
+        with pytest.raises(StoreFull):  # noqa: PT012 - which of them is the one too many is LMDB's business
+            while True:
+                junk.append(os.urandom(32))
+                with store._parts.index.write() as tables:
+                    tables.put(b"namespaces", junk[-1], bytes(3000))
+        for block in chain(1, 8):
+            store.put(NAMESPACE, block)
+        assert not store.flush(10)
+        assert "is full" in store.stats().failed
+        assert not store.put(NAMESPACE, chain(2, 1)[0])
+        assert read_run(store, chain(0, 1)) == 1
+        for key in junk:
+            with suppress(StoreFull), store._parts.index.write() as tables:
+                tables.delete(b"namespaces", key)
+        deadline = time.monotonic() + 10
+        while read_run(store, chain(1, 8)) < 8 or not store.flush(1):
+            assert time.monotonic() < deadline
+            for block in chain(1, 8):
+                store.put(NAMESPACE, block)
+            time.sleep(0.05)
+        assert store.stats().failed is None
+        check_sound(store)
 
 
 def test_thousands_of_operations_and_hundreds_of_opens_leave_nothing_behind(tmp_path):

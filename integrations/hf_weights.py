@@ -18,6 +18,7 @@ _SAMPLES: Final = 8
 _PIECE_BYTES: Final = 64 << 20
 _ADAPTER_STATE: Final = ("active_adapters", "merged_adapters", "disable_adapters", "scaling")
 """What decides which adapters of a layer take part, under the names that PEFT's tuner layers have."""
+_MARK: Final = "active_adapters"
 
 
 def weights_stamp(model: PreTrainedModel) -> bytes:
@@ -60,5 +61,6 @@ def _adapters(model: PreTrainedModel) -> list[Any]:
     return [
         (name, [(field, repr(getattr(module, field, None))) for field in _ADAPTER_STATE])
         for name, module in model.named_modules()
-        if hasattr(module, "active_adapters") and isinstance(module, torch.nn.Module) and module is not model
+        # A model has methods of these names, to ask its layers.
+        if (_MARK in vars(module) or hasattr(type(module), _MARK)) and not isinstance(module, PreTrainedModel)
     ]

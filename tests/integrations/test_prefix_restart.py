@@ -234,3 +234,29 @@ def test_other_processes_find_the_same_keys(lab, tiny_model, tmp_path):
             capture_output=True, text=True, check=True, env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": "."},
         )  # fmt: skip
         assert json.loads(done.stdout.splitlines()[-1]) == [expected, stock]
+
+
+def test_a_store_slower_than_the_model_is_left_alone(lab, tiny_model, tmp_path):
+    model, batch = tiny_model(), lab.prompt(tokens=101)
+    run_once(model, tmp_path, batch)
+    with tierkv.attach(model, roomy(tmp_path, persist=True)) as engine:
+        engine.prefix.rates.computed(1000, 0.001)
+        engine.prefix.rates.loaded(1000, 10.0)
+        out, computed = first_forward(model, batch)
+        assert torch.equal(out, lab.stock(model, **batch, **GREEDY))
+        assert computed == 101
+        prefix = engine.stats().prefix
+        assert (prefix.computed_instead, prefix.restored_tokens) == (96, 0)
+
+
+def test_closing_hands_over_what_waits(lab, tiny_model, tmp_path):
+    """Many blocks at once, a queue for a few of them: they are written by the time the engine is closed."""
+    model, batch = tiny_model(), lab.prompt(tokens=1605)
+    settings = roomy(tmp_path, persist=True)
+    settings["disk"]["write_queue"] = "96KiB"
+    with tierkv.attach(model, settings) as engine:
+        model.generate(**batch, do_sample=False, max_new_tokens=1)
+        assert engine.stats().prefix.waiting_blocks > 0
+    out, computed, _ = run_once(model, tmp_path, batch)
+    assert computed == 5
+    assert torch.equal(out, lab.stock(model, **batch, **GREEDY))

@@ -327,6 +327,7 @@ def test_another_rule_at_the_next_open(tmp_path):
             check_sound(store)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", POLICIES)
 def test_an_index_that_is_small_for_its_records_evicts_and_never_grows(tmp_path, rule):
     with prefixes(tmp_path, 60 * MIB, eviction=rule) as store:
@@ -498,6 +499,7 @@ def test_an_index_without_a_free_page_sheds_and_recovers(tmp_path, caplog):
         check_sound(store)
 
 
+@pytest.mark.slow
 def test_thousands_of_operations_and_hundreds_of_opens_leave_nothing_behind(tmp_path):
     sizes, descriptors = set(), set()
     for turn in range(200):

@@ -17,7 +17,7 @@ SMALL = (
     [
         (["--dtype", "int8"], ["--dtype", "'int8'", "float32, bfloat16"]),
         (["--longest", "1400"], ["--longest 1400", "give at least 1500"]),
-        (["--device", "5"], ["--device", "working set", "give it for example"]),
+        (["--device", "5"], ["device.capacity = 5 bytes", "working set", "give it for example"]),
         (["--device", "many"], ["--device", '"many" is not a size', "512MiB"]),
         (["--host", "40%"], ["--host", "40%", "bytes that stay the same"]),
         (["--disk", "1 gb"], ["--disk", "is not a size"]),
@@ -136,11 +136,11 @@ def test_help_has_examples(cli):
 @pytest.mark.parametrize(("number", "code", "word"), [("SIGINT", 130, "interrupted"), ("SIGTERM", 143, "terminated")])
 def test_a_signal_ends_it_with_one_line_and_leaves_nothing(start, tiny, tmp_path, number, code, word):
     folder = tmp_path / "disk"
-    process = start(
-        "bench", "sessions", "--model", tiny, "--max-sessions", "60", "--threads", "2", "--disk-path", folder, "--json"
-    )
-    while not (line := process.stderr.readline()).startswith("filling device, host") and "stock cache" not in line:
+    options = [*SMALL, "--max-sessions", "120", "--threads", "2", "--disk-path", folder, "--json"]
+    process = start("bench", "sessions", "--model", tiny, *options)
+    while not process.stderr.readline().startswith("filling the device in shared blocks"):
         assert process.poll() is None
     process.send_signal(getattr(signal, number))
-    assert finish(process)[:2] == (code, "")
+    ended, stdout, stderr = finish(process)
+    assert (ended, stdout, stderr.splitlines()[-1]) == (code, "", word)
     assert not list(folder.iterdir())

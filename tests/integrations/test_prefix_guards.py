@@ -128,7 +128,7 @@ def test_inputs_that_somebody_prepares(lab, tiny_model, tmp_path):
         first_forward(model, batch)
         model.prepare_inputs_for_generation = prepare
         try:
-            out, computed = first_forward(model, batch)
+            out, _ = first_forward(model, batch)
             assert torch.equal(out, lab.stock(model, **batch, **GREEDY))
         finally:
             del model.prepare_inputs_for_generation

@@ -12,7 +12,7 @@ STAMP := $(VENV)/.installed
 NOT_LONG := not slow and not model
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test quick lint types gpu-check wheel clean print-torch
+.PHONY: help install demo test quick lint types soak gpu-check wheel clean print-torch
 
 # Lists the targets with the sentence behind their double hash.
 help: ## this list
@@ -54,6 +54,11 @@ types: $(STAMP) ## mypy, strict
 NAME ?= $(shell hostname)
 gpu-check: $(STAMP) ## on a CUDA machine: its tests, kernels, copies and decoding, in one record
 	$(BIN)/python -m tierkv.benchmarks.gpu_check --out benchmarks/results/gpu-$(NAME).json
+
+# The test suite kills 220; this is for a night, or for after a change in storage/prefix_*.
+KILLS ?= 5000
+soak: $(STAMP) ## kill thousands of processes that use one prefix store: KILLS=5000
+	$(BIN)/python -m tierkv.benchmarks.soak --kills $(KILLS)
 
 # setuptools packs whatever an earlier build left behind, deleted modules included, so that is removed first.
 wheel: $(STAMP) ## build the wheel into dist/

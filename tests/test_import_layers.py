@@ -64,7 +64,11 @@ PURE = (
 IMPURE_LIBRARIES = {"torch", "lmdb", "threading", "asyncio", "concurrent", "multiprocessing", "queue"}
 
 # Bytes on disk are framed and kept without knowing what a tensor is.
-TORCH_FREE = ("storage.disk", "storage.codec", "storage.prefix_index", "storage.prefix_slab", "storage.prefix_store")
+TORCH_FREE = (
+    "storage.disk",
+    "storage.codec",
+    *(f"storage.{path.stem}" for path in (ROOT / "storage").glob("prefix_*.py")),
+)
 
 
 @cache

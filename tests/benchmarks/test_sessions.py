@@ -120,7 +120,8 @@ def test_blocks_hold_more_and_sharing_saves(model, mix, stock, budgets):
 
 
 def test_tiers_hold_all_and_threads_take_turns(model, mix, stock, budgets):
-    advanced, said = [], []
+    advanced: list[int] = []
+    said: list[str] = []
     outcome = measured.tiered(
         model, budgets.config("tiered"), mix, stock, PLAN.answer,
         bound=100.0, first=4, threads=3, advance=lambda: advanced.append(1), say=said.append,
@@ -133,6 +134,7 @@ def test_tiers_hold_all_and_threads_take_turns(model, mix, stock, budgets):
     assert outcome.computed + outcome.copied == len(mix)
     assert outcome.last.saved_bytes == 3 * 32 * measured.token_bytes(model)
     assert 0 < outcome.last.bytes["host"] <= budgets.host
+    assert outcome.threads is not None
     assert outcome.threads["tokens_equal"]
     assert len(outcome.threads["finish_seconds"]) == 3
     assert 0 <= outcome.threads["spread"] < 1
@@ -161,6 +163,7 @@ def test_a_refusal_ends_the_growth(model, mix, stock, budgets):
     outcome = measured.tiered(model, small.config("tiered"), mix, stock, PLAN.answer, bound=100.0, threads=2)
     assert 4 < outcome.held < len(mix)
     assert "the smallest device.capacity that suffices" in outcome.refused
+    assert outcome.threads is not None
     assert outcome.threads["sessions"] == outcome.held
 
 

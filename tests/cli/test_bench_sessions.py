@@ -136,9 +136,9 @@ def test_help_has_examples(cli):
 @pytest.mark.parametrize(("number", "code", "word"), [("SIGINT", 130, "interrupted"), ("SIGTERM", 143, "terminated")])
 def test_a_signal_ends_it_with_one_line_and_leaves_nothing(start, tiny, tmp_path, number, code, word):
     folder = tmp_path / "disk"
-    options = [*SMALL, "--max-sessions", "120", "--threads", "2", "--disk-path", folder, "--json"]
+    options = [*SMALL, "--max-sessions", "30", "--threads", "2", "--disk-path", folder, "--json"]
     process = start("bench", "sessions", "--model", tiny, *options)
-    while not process.stderr.readline().startswith("filling the device in shared blocks"):
+    while not process.stderr.readline().startswith("filling the device in blocks"):
         assert process.poll() is None
     process.send_signal(getattr(signal, number))
     ended, stdout, stderr = finish(process)

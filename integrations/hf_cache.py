@@ -26,7 +26,7 @@ from tierkv.interrupts import deferred_interrupt
 
 if TYPE_CHECKING:
     from tierkv.engine import Engine
-    from tierkv.prefix import KeyedRow
+    from tierkv.prefix_rows import KeyedRow
 
 
 class TieredCache(DynamicCache):

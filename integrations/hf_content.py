@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from tierkv.prefix import KeyedRow
+    from tierkv.prefix_rows import KeyedRow
 
 
 @dataclass(frozen=True)

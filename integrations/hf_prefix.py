@@ -19,7 +19,7 @@ from tierkv.integrations.hf_compat import effective_mask, is_dummy, text_config
 from tierkv.integrations.hf_content import ForwardInputs
 from tierkv.integrations.hf_weights import weights_fingerprint, weights_stamp
 from tierkv.keys import namespace_digest
-from tierkv.prefix import KeyedRow, Prompt
+from tierkv.prefix_rows import KeyedRow, Prompt
 
 if TYPE_CHECKING:
     from tierkv.integrations.hf_cache import TieredCache

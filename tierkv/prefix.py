@@ -8,82 +8,25 @@ What is matched, what is restored and what is used are counted apart: rows of a 
 what its worst row has. That fewer tokens were really computed shows in the model's own forwards.
 """
 
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tierkv.errors import CapacityError
 from tierkv.keys import chain_keys
 from tierkv.metrics import PrefixStats
-from tierkv.payload import WHOLE, Piece, block_views, empty_views, unpack
+from tierkv.payload import WHOLE, Piece
+from tierkv.prefix_fill import RowFiller
 from tierkv.prefix_rates import Rates
-from tierkv.tier import Tier, Wire
-from tierkv.transfer import Copy
+from tierkv.prefix_rows import KeyedRow, Match, Prompt
 
 if TYPE_CHECKING:
-    import torch
-
-    from tierkv.block_table import Block, BlockTable
+    from tierkv.block_table import BlockTable
     from tierkv.config import PrefixConfig
     from tierkv.engine import Engine
-    from tierkv.moves import Step
     from tierkv.prefix_offers import PrefixOffers
     from tierkv.sequences import SequenceBatch
     from tierkv.storage.prefix_store import Found, PrefixStore
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """One row of a call: ``pad`` places of padding, then tokens."""
-
-    ids: Sequence[int]
-    pad: int = 0
-
-
-@dataclass
-class KeyedRow:
-    """What one row of a cache has keys for.
-
-    Attributes:
-        pad: places before its first token.
-        keys: of its full blocks, counted from its first token.
-        stored: how many of them the store has or was offered.
-        closed: nothing that follows can have a key: it is not a function of the ids alone.
-    """
-
-    pad: int = 0
-    keys: list[bytes] = field(default_factory=list)
-    stored: int = 0
-    closed: bool = False
-
-    def crop(self, length: int, block_size: int) -> None:
-        """Keep what ``length`` places, padding included, have keys for."""
-        del self.keys[max(0, length - self.pad) // block_size :]
-        self.stored = min(self.stored, len(self.keys))
-
-    def copy(self) -> "KeyedRow":
-        """Return an independent copy."""
-        return replace(self, keys=list(self.keys))
-
-
-@dataclass
-class _Match:
-    """What is known of one prompt.
-
-    Attributes:
-        prompt: it.
-        keys: of its full blocks.
-        in_memory: how many of them memory holds, from the first on.
-        found: those that the store has beyond them.
-        stored: how many the store has, from the first on.
-    """
-
-    prompt: Prompt
-    keys: list[bytes]
-    in_memory: int
-    found: "list[Found]"
-    stored: int
 
 
 class PrefixCache:
@@ -104,6 +47,7 @@ class PrefixCache:
         self.stats_so_far = PrefixStats()
         self.knee_tokens = 8192
         """Position at which computing a token costs twice what it costs at the start; for the cost rule."""
+        self._filler = RowFiller(engine, store, self._restored)
         self._offers: PrefixOffers | None = None
         if store is not None:
             from tierkv import prefix_offers  # loads the store's libraries
@@ -163,7 +107,7 @@ class PrefixCache:
                 batch.reset()
                 raise
 
-    def _match(self, namespace: bytes, prompt: Prompt) -> _Match:
+    def _match(self, namespace: bytes, prompt: Prompt) -> Match:
         size = self._engine.layout.block_size
         keys = chain_keys(namespace, prompt.ids, size)
         in_memory = 0
@@ -175,9 +119,9 @@ class PrefixCache:
         found: list[Found] = []
         if self.store is not None and len(prompt.ids) >= self._config.min_tokens:
             found = self.store.match(namespace, keys)
-        return _Match(prompt, keys, in_memory, found[in_memory:], len(found))
+        return Match(prompt, keys, in_memory, found[in_memory:], len(found))
 
-    def _worth_loading(self, matches: list[_Match]) -> list[_Match]:
+    def _worth_loading(self, matches: list[Match]) -> list[Match]:
         """Leave out what is sooner computed than read, as far as either was measured here."""
         blocks = sum(len(match.found) for match in matches)
         layout = self._engine.layout
@@ -186,14 +130,13 @@ class PrefixCache:
         self.count(computed_instead=blocks * layout.block_size)
         return [replace(match, found=[]) for match in matches]
 
-    def _build(self, batch: "SequenceBatch", matches: Sequence[_Match], target: int) -> list[KeyedRow]:
+    def _build(self, batch: "SequenceBatch", matches: Sequence[Match], target: int) -> list[KeyedRow]:
         size = self._engine.layout.block_size
         batch.open_rows(len(matches))
         if self.store is not None:
             self.store.prefetch([found for match in matches for found in match.found])
         for row, match in enumerate(matches):
-            length = self._build_row(batch, row, match, target)
-            target = min(target, length)
+            target = min(target, self._filler.build(batch, row, match, target))
         if target <= max(match.prompt.pad for match in matches):
             batch.reset()
             return []
@@ -212,93 +155,10 @@ class PrefixCache:
                 self.store.touch(match.keys[: keyed.stored])
         return rows
 
-    def _build_row(self, batch: "SequenceBatch", row: int, match: _Match, target: int) -> int:
-        """Fill one row with up to ``target`` places; return how many it got."""
-        size, pad = self._engine.layout.block_size, match.prompt.pad
-        if pad % size == 0:
-            if pad:
-                batch.fill(row, pad, self._copies(match, {}, 0))
-            whole = -(-(target - pad) // size)
-            shared = batch.share(row, match.keys[: min(match.in_memory, whole)], match.prompt.ids)
-            begin = pad + shared * size
-            if begin >= target or shared < match.in_memory:
-                return min(begin, target)
-            return begin + self._load(batch, row, match, {}, begin, pad + whole * size - begin)
-        # Its blocks lie across those of the prompt: their bytes are copied. What memory holds is held on to meanwhile.
-        manager = self._engine.manager
-        held = manager.open()
-        try:
-            manager.share(held, match.keys[: match.in_memory], match.prompt.ids)
-            return self._load(batch, row, match, dict(enumerate(held.blocks)), 0, target)
-        finally:
-            manager.release(held)
-
-    def _load(
-        self, batch: "SequenceBatch", row: int, match: _Match, held: "dict[int, Block]", begin: int, count: int
-    ) -> int:
-        """Fill ``count`` places of a row from the store (and from blocks held in memory); return how many were."""
-        began = time.perf_counter()
-        filled = batch.fill(row, count, self._copies(match, held, begin))
-        size = self._engine.layout.block_size
-        restored = max(0, (begin + filled - match.prompt.pad) // size - match.in_memory)
-        seconds = time.perf_counter() - began if restored else 0.0
-        self.count(restored_tokens=restored * size, restore_seconds=seconds, failed_restores=int(filled < count))
-        self.rates.loaded(restored * self._engine.layout.block_bytes, seconds)
-        return filled
-
-    def _copies(self, match: _Match, held: "dict[int, Block]", begin: int) -> "Callable[[Step], list[Copy]]":
-        """Return what fills the new blocks of one row, whose first begins at place ``begin``."""
-        layout, stores = self._engine.layout, self._engine.stores
-        size, pad = layout.block_size, match.prompt.pad
-
-        def copy_into(index: int, block: "Block") -> Copy:
-            tier, slot = block.tier, block.slots[block.tier]
-
-            def load() -> None:
-                views = empty_views(layout) if tier is Tier.DISK else stores.slab(tier).block_views(slot)
-                first = index * size - pad  # the first token of the block, counted from the prompt's first
-                if first < 0:
-                    for view in views:
-                        view[:, :, : min(size, -first)].zero_()  # padding is masked, but 0 times NaN is NaN
-                for source in range(max(0, first) // size, max(0, first + size - 1) // size + 1):
-                    into = slice(max(0, source * size - first), min(size, (source + 1) * size - first))
-                    if into.start >= into.stop:
-                        continue
-                    at = first + into.start - source * size
-                    self._read(match, source, held, views, into, slice(at, at + into.stop - into.start))
-                if tier is Tier.DISK:
-                    stores.save_block(views, slot)
-
-            return Copy(Wire(Tier.DISK, tier), layout.block_bytes, load=load)
-
-        return lambda step: [
-            copy_into(begin // size + number, block)
-            for number, block in enumerate(step.tables[0].blocks[begin // size :])
-        ]
-
-    def _read(
-        self,
-        match: _Match,
-        source: int,
-        held: "dict[int, Block]",
-        views: "list[torch.Tensor]",
-        into: slice,
-        tokens: slice,
-    ) -> None:
-        """Copy tokens of the prompt's block ``source`` into a new block. Called by workers."""
+    def _restored(self, tokens: int, seconds: float, *, complete: bool) -> None:
+        self.count(restored_tokens=tokens, restore_seconds=seconds, failed_restores=int(not complete))
         layout = self._engine.layout
-        if source in held:
-            for view, own in zip(views, block_views(layout, self._engine.stores, held[source]), strict=True):
-                view[:, :, into].copy_(own[:, :, tokens])
-            return
-        index = source - match.in_memory
-        if index >= len(match.found):
-            return  # behind what is known: whoever asked cuts the row there
-        assert self.store is not None
-        ids = match.prompt.ids[source * layout.block_size : (source + 1) * layout.block_size]
-        self.store.read(
-            match.found[index], ids, layout.block_bytes, lambda payload: unpack(layout, payload, views, into, tokens)
-        )
+        self.rates.loaded(tokens // layout.block_size * layout.block_bytes, seconds)
 
     # -- after a forward ------------------------------------------------------------------------------------------
 

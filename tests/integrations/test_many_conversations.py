@@ -16,7 +16,7 @@ def test_threads_share_an_engine(lab, tiny_model, tmp_path):
     system = lab.prompt(tokens=70)["input_ids"]
     prompts = [torch.cat([system, lab.prompt(tokens=20 + 3 * n, seed=n)["input_ids"]], 1) for n in range(4)]
     expected = [lab.stock(model, ids, **GREEDY) for ids in prompts]
-    wrong = []
+    wrong: list[tuple[int, int]] = []
 
     def converse(number):
         ids = prompts[number]

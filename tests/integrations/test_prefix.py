@@ -207,3 +207,28 @@ def test_a_collision_of_keys_is_a_miss(lab, tiny_model, tmp_path, monkeypatch):
             out, computed = first_forward(model, batch)
             assert torch.equal(out, lab.stock(model, **batch, **GREEDY))
             assert computed == 100
+
+
+@pytest.mark.parametrize("pad", [5, BLOCK])
+def test_blocks_that_vanish_between_the_look_and_the_use(lab, tiny_model, tmp_path, monkeypatch, pad):
+    """Making room for one row may cost another what it was matched with. One text over and over: all ids are alike."""
+    model = tiny_model()
+    ids = torch.full((1, 90 - pad), 17)
+    ids[0, :4] = torch.tensor([3, 4, 5, 6])
+    batch = {name: torch.nn.functional.pad(values, (pad, 0)) for name, values in
+             {"input_ids": ids, "attention_mask": torch.ones_like(ids)}.items()}  # fmt: skip
+    stock = lab.stock(model, **batch, **GREEDY)
+    with tierkv.attach(model, roomy(tmp_path, persist=True)) as engine:
+        first_forward(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+        engine.stores.prefix.flush(10)
+        for kept in (0, 2):
+            known = engine.manager.share
+
+            def share(table, keys, ids, known=known, kept=kept):
+                return known(table, keys[:kept], ids)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(engine.manager, "share", share)
+                out, computed = first_forward(model, batch)
+            assert torch.equal(out, stock)
+            assert computed == (90 if not kept else 90 - pad - 2 * BLOCK)

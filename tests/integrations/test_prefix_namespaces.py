@@ -88,15 +88,10 @@ def test_another_adapter_is_another_model(lab, model, tmp_path):
     adapt(model)
     layer = model.model.layers[0].self_attn.v_proj
     batch = lab.prompt(tokens=101)
-    switches = (
-        lambda: setattr(layer, "disable_adapters", True),
-        lambda: (setattr(layer, "disable_adapters", False), layer.scaling.update(english=3.0)),
-        lambda: setattr(layer, "active_adapters", []),
-    )
+    states = [(True, 2.0, ["english"]), (False, 3.0, ["english"]), (False, 3.0, [])]
     with tierkv.attach(model, roomy(tmp_path, persist=True)):
         first_forward(model, batch)
-        for switch in switches:
-            switch()
+        for layer.disable_adapters, layer.scaling["english"], layer.active_adapters in states:
             out, _ = first_forward(model, batch)
             assert torch.equal(out, lab.stock(model, **batch, **GREEDY))
         layer.active_adapters, layer.scaling["english"] = ["english"], 2.0  # as it was: found again

@@ -194,6 +194,8 @@ class ModelEngine(Engine):
         change = call.make_safe(cache)
         self.reserve(cache.sequences, call.rows, call.longest, paged=self._attends_in_place(call))
         change()
+        if cache.sequences.length and self._prefixes.knows_more(call, cache):
+            cache.reset()  # its own blocks are known too, and come back with the rest
         if not cache.sequences.length:
             self._prefixes.begin(call, cache)
         self._prefixes.expect_answer(call, cache)

@@ -92,6 +92,17 @@ class ModelPrefixes:
             if call.repeats > 1:
                 cache.batch_repeat_interleave(call.repeats)
 
+    def knows_more(self, call: "GenerateCall", cache: "TieredCache") -> bool:
+        """Whether more is known of a call's prompts than what its cache, a filled one, has kept of them."""
+        if not self._engine.prefix.on or call.ids is None or self._why_not(call):
+            return False
+        prompts = self._prompts(call, call.ids)
+        if prompts is None:
+            return False
+        namespace = self._namespace_of(weights_stamp(self._engine.model))
+        known = min(self._engine.prefix.known_places(namespace, prompts), call.prompt_tokens - 1)
+        return known >= cache.sequences.length + self._engine.layout.block_size
+
     def _why_not(self, call: "GenerateCall") -> str:
         model = self._engine.model
         if self._never:
@@ -120,6 +131,7 @@ class ModelPrefixes:
 
     # -- after a forward ------------------------------------------------------------------------------------------
 
+    @torch.compiler.disable  # called from inside a forward, which somebody may have compiled
     def publish(self, cache: "TieredCache", tokens: int, seconds: float) -> None:
         """Give keys to what has become full in a cache, and offer it to the store.
 

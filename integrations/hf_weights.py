@@ -21,6 +21,7 @@ _ADAPTER_STATE: Final = ("active_adapters", "merged_adapters", "disable_adapters
 _MARK: Final = "active_adapters"
 
 
+@torch.compiler.disable
 def weights_stamp(model: PreTrainedModel) -> bytes:
     """Return bytes that change when a weight changes or another adapter is active. Good within this process only."""
     stamp = hashlib.sha256(repr(_adapters(model)).encode())

@@ -107,6 +107,13 @@ class PrefixCache:
                 batch.reset()
                 raise
 
+    def known_places(self, namespace: bytes, prompts: Sequence[Prompt]) -> int:
+        """Return how many places ``reuse`` could fill of each row, limits and rates aside."""
+        with self._engine.exclusive():
+            size = self._engine.layout.block_size
+            matches = (self._match(namespace, prompt) for prompt in prompts)
+            return min(match.prompt.pad + (match.in_memory + len(match.found)) * size for match in matches)
+
     def _match(self, namespace: bytes, prompt: Prompt) -> Match:
         size = self._engine.layout.block_size
         keys = chain_keys(namespace, prompt.ids, size)

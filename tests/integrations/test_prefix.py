@@ -232,3 +232,24 @@ def test_blocks_that_vanish_between_the_look_and_the_use(lab, tiny_model, tmp_pa
                 out, computed = first_forward(model, batch)
             assert torch.equal(out, stock)
             assert computed == (90 if not kept else 90 - pad - 2 * BLOCK)
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_beams": 2}])
+def test_a_short_cache_does_not_hide_a_longer_known_prefix(lab, tiny_model, tmp_path, settings):
+    model, batch = tiny_model(), lab.prompt(tokens=100)
+    stock = lab.stock(model, **batch, **GREEDY, **settings)
+    with tierkv.attach(model, roomy(tmp_path)) as engine:
+        cache = engine.new_cache()
+        model.generate(batch["input_ids"][:, :40], cache=cache, do_sample=False, max_new_tokens=2)
+        first_forward(model, batch)
+        out, computed = first_forward(model, batch, cache=cache, **settings)
+        assert torch.equal(out, stock)
+        assert computed == 4 * settings.get("num_beams", 1)
+        # Only the new ids, with a mask over all: nothing to look up with, and nothing is.
+        more = lab.prompt(tokens=5, seed=3)["input_ids"]
+        if not settings:
+            ids = torch.cat([out[:, :-1], more], dim=1)
+            assert torch.equal(
+                model.generate(more, attention_mask=torch.ones_like(ids), cache=cache, **GREEDY)[:, 5:],
+                lab.stock(model, ids, **GREEDY)[:, ids.shape[1] :],
+            )

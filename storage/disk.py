@@ -34,6 +34,8 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MAX_KEY_BYTES: Final = 511
+_LOCK_BYTES: Final = 16384
+"""More than LMDB's lock file has with as many readers as it allows by default."""
 
 # Open stores of this process, by (process, real path): LMDB's locks break if a file is opened twice in a process.
 _open_stores: "dict[tuple[int, Path], LmdbStore]" = {}
@@ -295,6 +297,10 @@ def _open_environment(path: Path, capacity_bytes: int, *, durable: bool, readers
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         found_bytes = data.stat().st_size if data.exists() else 0
+        # LMDB maps a sparse lock file; a page of it that a full file system has no room for would end the process (SIGBUS).
+        if not (lock := path / "lock.mdb").exists():
+            lock.touch(mode=0o600)
+            lock.write_bytes(bytes(_LOCK_BYTES))
     except OSError as error:
         raise StoreError(f"cannot use {path} for a store: {error.strerror}") from error
     if found_bytes > map_size or map_size < 16 * PAGE_BYTES:

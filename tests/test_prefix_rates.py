@@ -1,5 +1,7 @@
 """Reading KV or computing it: whichever was measured to be faster."""
 
+import pytest
+
 from tierkv.prefix_rates import Rates
 
 
@@ -18,7 +20,7 @@ def test_the_faster_one_wins():
     assert rates.loading_pays(20_000, 2)  # 2 ms against 4
     assert not rates.loading_pays(20_000, 1)
     rates.loaded(0, 1.0)  # nothing came: says nothing about the medium
-    assert abs(rates.seconds_per_byte - 1e-7) < 1e-12
+    assert rates.seconds_per_byte == pytest.approx(1e-7)
 
 
 def test_the_newest_measurement_counts_and_old_ones_fade():
@@ -26,7 +28,7 @@ def test_the_newest_measurement_counts_and_old_ones_fade():
     rates.computed(100, 1.0)
     for _ in range(20):
         rates.computed(100, 3.0)
-    assert abs(rates.seconds_per_token - 0.03) < 1e-4
+    assert rates.seconds_per_token == pytest.approx(0.03, rel=0.01)
 
 
 def test_a_slow_medium_is_tried_again():

@@ -122,10 +122,19 @@ def test_a_file_system_that_was_full_leaves_a_store_that_opens(small_disk):
         store.flush()
 
 
-def test_a_file_system_that_is_full_before_the_store_is_made(small_disk):
-    (small_disk / "ballast").write_bytes(bytes(2 * MIB - 8192))
+@pytest.mark.parametrize("pages", [0, 1, 2, 3, 5])
+def test_a_file_system_that_is_full_before_the_store_is_made(small_disk, pages):
+    """With room for a part of LMDB's lock file, which it maps: a page that is missing would end the process (SIGBUS)."""
+    store = small_disk / "store"
+    store.mkdir()
+    with contextlib.suppress(OSError), (small_disk / "ballast").open("wb") as ballast:
+        while True:
+            ballast.write(bytes(4096))
+            ballast.flush()
+    with (small_disk / "ballast").open("r+b") as ballast:
+        ballast.truncate(ballast.seek(0, os.SEEK_END) - pages * 4096)
     with pytest.raises(StoreError) as caught:
-        open_store(small_disk / "store", 64 * MIB)
+        open_store(store, 64 * MIB)
     assert "\n" not in str(caught.value)
 
 

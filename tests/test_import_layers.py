@@ -21,7 +21,7 @@ LAYERS = (
     ("tier", "sizes", "config", "budgets", "layout", "geometry", "capacity", "keys", "eviction", "metrics"),
     ("storage", "kernels"),
     ("block_pool", "block_table", "moves", "places", "placement", "transfer"),
-    ("sharing", "room"),
+    ("sharing", "room", "table_book"),
     ("manager",),
     ("prefetch", "paged", "run_tables", "fetch", "scratch", "stores"),
     ("gate", "machine", "mover", "usage", "report", "new_tokens", "rows", "sequences", "payload", "prefix", "engine"),
@@ -58,6 +58,7 @@ PURE = (
     "placement",
     "sharing",
     "room",
+    "table_book",
     "manager",
     "traces",
 )

@@ -112,11 +112,7 @@ def sessions(
 
 
 def _size(text: str | None, option: str) -> int | None:
-    """Return the bytes that an option names, or None where it was not given.
-
-    Raises:
-        BadInput: it is no number of bytes.
-    """
+    """Return the bytes that an option names, or None where it was not given."""
     if text is None:
         return None
     try:
@@ -155,18 +151,19 @@ def _run(
     with _scratch_folder(disk_path) as folder:
         budgets = _budgets(measured.Budgets, sizes, plan, mix, per_token, folder)
         _check_memory(budgets, mix, per_token)
+        measured.check_budgets(model, budgets)
         with progress.stage("stock", "answering with the stock cache", len(mix)) as stage:
             stock = measured.run_references(model, mix, plan.answer, stage.advance)
         found = {"contiguous": measured.contiguous(budgets, reserved, stock)}
         with progress.stage("paged", "filling the device in blocks") as stage:
             found["paged"] = measured.on_device(model, budgets.config("paged"), mix, stock, plan.answer, bound=None)
-        paged = found["paged"].last
+        paged = found["paged"].p90
         if paged is None:
             raise BadInput(
                 f"--device {format_bytes(budgets.device)} does not hold the first conversation of {len(mix[0].prompt):,} tokens: "
                 f"{found['paged'].refused}"
             )
-        bound = measured.BOUND * paged.p90
+        bound = measured.BOUND * paged
         with progress.stage("shared", "filling the device in shared blocks") as stage:
             found["shared"] = measured.on_device(model, budgets.config("shared"), mix, stock, plan.answer, bound=bound)
         first = max(1, found["shared"].held)
@@ -193,7 +190,7 @@ def _run(
             "contiguous": "tokens and turn times of DynamicCache, whose bytes are counted as if the longest context was reserved",
             "prompts": "computed once by the stock cache; K and V of those that can share nothing are copied into a layout, "
             "the others are prefilled by generate; every conversation is cropped to its prompt after each round",
-            "p90": f"linear between the turns of a round; paged: of {measured.PAGED_ROUNDS} rounds",
+            "p90": f"of a round, interpolated between its turns; paged: median of {measured.PAGED_ROUNDS} rounds",
         },
         "layouts": {name: outcome.row() for name, outcome in found.items()},
         "model": "SmolLM2-135M-Instruct" if source == "smollm2" else model.config.name_or_path or source,

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 import tierkv
-from tierkv.cli import bench, bench_replay, bench_restore, bench_sessions, demo, generate, info
+from tierkv.cli import bench, bench_replay, bench_restore, bench_sessions, demo, generate, info, store
 from tierkv.cli.console import CommandGroup
 
 app = typer.Typer(
@@ -26,6 +26,7 @@ bench.app.command("replay", epilog=bench_replay.EPILOG)(bench_replay.replay)
 bench.app.command("restore", epilog=bench_restore.EPILOG)(bench_restore.restore)
 bench.app.command("sessions", epilog=bench_sessions.EPILOG)(bench_sessions.sessions)
 app.add_typer(bench.app)
+app.add_typer(store.app)
 app.command("info", epilog=info.EPILOG)(info.info)
 
 

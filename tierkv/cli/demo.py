@@ -8,10 +8,14 @@ import tierkv
 from tierkv.cli.console import BadInput, Failed, out, print_json, reserve_stdout
 from tierkv.cli.process import nothing_to_clean_up
 from tierkv.cli.progress import Progress
+from tierkv.config import load_config
 from tierkv.sizes import format_bytes
 
 if TYPE_CHECKING:
     from tierkv.cli.demo_run import Outcome
+
+KEEP_SECONDS = 20.0
+"""Longest wait for the store; whatever it has not taken by then, the second process computes, and says so."""
 
 EPILOG = """[bold]Examples[/bold]
 
@@ -35,8 +39,8 @@ def demo(
 
     SmolLM2-135M reads some pages of Python's documentation in float32 and answers a question about them, first with the
     stock cache, then with tierkv: a device and a host budget that together hold less than half of the KV cache, and
-    the rest on disk. Tokens and logits are compared, every byte is accounted for, and the exit code is 1 if anything
-    that should hold does not.
+    the rest on disk. Then a second process answers the same from what the first has kept on disk. Tokens and logits are
+    compared, every byte is accounted for, and the exit code is 1 if anything that should hold does not.
     """
     with reserve_stdout(as_json):
         result, outcome = _run(model, prompt_tokens, max_new_tokens)
@@ -53,13 +57,15 @@ def _run(source: str, prompt_tokens: int, new_tokens: int) -> "tuple[dict[str, A
     progress = Progress()
     with progress.stage("load", f"loading {source}") as stage:
         with nothing_to_clean_up():
-            from tierkv.cli import demo_run
+            from tierkv.benchmarks.restore_process import keep_all
+            from tierkv.cli import demo_restart, demo_run
             from tierkv.cli.demo_text import QUESTION, demo_inputs
             from tierkv.cli.prompts import check_length, check_tokens
             from tierkv.cli.streams import decode
             from tierkv.integrations.hf_compat import block_layout
             from tierkv.integrations.hf_generate import attach
             from tierkv.integrations.hf_load import load_model
+            from tierkv.storage.spill_dir import SpillDirectory
 
         model, tokenizer = load_model(source, "float32", progress=stage.say)
     inputs = demo_inputs(tokenizer, prompt_tokens)
@@ -69,26 +75,32 @@ def _run(source: str, prompt_tokens: int, new_tokens: int) -> "tuple[dict[str, A
         raise BadInput(f"the demo's document comes to {length:,} tokens; --prompt-tokens can be at most that")
     check_length(model.config, length, new_tokens, new_tokens)
     inputs = {name: value.to(model.device) for name, value in inputs.items()}
-    layout, _ = block_layout(model, tierkv.CacheConfig().block_size)
-    config = demo_run.demo_config(layout, length, new_tokens)
+    layout, _ = block_layout(model, demo_run.BLOCK_SIZE)
 
     with progress.stage("dynamic", "generating with the stock cache", new_tokens) as stage:
         dynamic = demo_run.generate(model, inputs, new_tokens, lambda _: stage.advance())
-    with (
-        attach(model, config) as engine,
-        progress.stage("tierkv", "generating with the KV cache in three tiers", new_tokens) as stage,
-    ):
-        cache = engine.new_cache()
-        tiered = demo_run.generate(model, inputs, new_tokens, lambda _: stage.advance(), cache=cache)
-        tiered.stats = stats = engine.stats()
-        cache.close()
-    steps = demo_run.LOGIT_STEPS
-    with (
-        attach(model, config.replace({"attention.path": "gathered"})) as engine,
-        progress.stage("logits", "comparing logits bit by bit", 2 * (1 + steps)) as stage,
-    ):
-        identical = demo_run.same_logits(model, inputs["input_ids"], engine.new_cache, steps, stage.advance)
-    outcome = demo_run.Outcome(dynamic, tiered, identical)
+    with SpillDirectory(load_config().disk.path) as own:  # also gone after a kill, with the next to use the disk
+        folder = str(own.path / "store")
+        config = demo_run.demo_config(layout, length, new_tokens, folder)
+        with (
+            attach(model, config) as engine,
+            progress.stage("tierkv", "generating with the KV cache in three tiers", new_tokens) as stage,
+        ):
+            cache = engine.new_cache()
+            tiered = demo_run.generate(model, inputs, new_tokens, lambda _: stage.advance(), cache=cache)
+            keep_all(engine, KEEP_SECONDS)
+            tiered.stats = stats = engine.stats()
+            cache.close()
+        steps = demo_run.LOGIT_STEPS
+        with demo_restart.second_process(source) as child:
+            with (
+                attach(model, config.replace({"attention.path": "gathered", "prefix.persist": False})) as engine,
+                progress.stage("logits", "comparing logits bit by bit", 2 * (1 + steps)) as stage,
+            ):
+                identical = demo_run.same_logits(model, inputs["input_ids"], engine.new_cache, steps, stage.advance)
+            with progress.stage("restart", "answering again in a second process"):
+                again = demo_restart.answer_again(child, inputs["input_ids"][0].tolist(), folder, new_tokens)
+    outcome = demo_run.Outcome(dynamic, tiered, again, identical)
     outcome.failures = demo_run.failures(outcome)
     speeds = {"dynamic": dynamic.stream, "tierkv": tiered.stream}
     result = {
@@ -100,6 +112,7 @@ def _run(source: str, prompt_tokens: int, new_tokens: int) -> "tuple[dict[str, A
         "prompt_tokens": length,
         "new_tokens": len(tiered.tokens),
         "tokens_equal": dynamic.tokens == tiered.tokens,
+        "restart_tokens_equal": again.tokens == tiered.tokens,
         "logits_bit_identical": identical,
         "read_path": stats.read_path,
         "budget_bytes": {name: tier.capacity_bytes for name, tier in stats.tiers.items()},
@@ -109,6 +122,11 @@ def _run(source: str, prompt_tokens: int, new_tokens: int) -> "tuple[dict[str, A
         "moved_bytes": stats.moved_bytes,
         "kv_bytes_total": stats.kv_bytes_total,
         "prefill_seconds": {name: round(stream.prefill_seconds, 3) for name, stream in speeds.items()},
+        "ttft_seconds": {
+            "cold": round(tiered.stream.prefill_seconds, 4),
+            "warm_restart": round(again.ttft_seconds, 4),
+        },
+        "prefilled_tokens": {"cold": tiered.prefilled_tokens, "warm_restart": again.prefilled_tokens},
         "decode_tokens_per_second": {
             name: round(stream.decode_tokens_per_second or 0.0, 2) for name, stream in speeds.items()
         },
@@ -147,6 +165,7 @@ def _print(result: dict[str, Any], outcome: "Outcome") -> None:
     out.print()
     out.print(wire_table(stats.moved_bytes))
     out.print()
+    ttft, computed = result["ttft_seconds"], result["prefilled_tokens"]
     speed, prefill = result["decode_tokens_per_second"], result["prefill_seconds"]
     out.print(
         pairs_table(
@@ -154,9 +173,12 @@ def _print(result: dict[str, Any], outcome: "Outcome") -> None:
                 "stock cache": f"prompt {prefill['dynamic']:.1f} s, then {speed['dynamic']:.1f} tokens/s",
                 "tierkv": f"prompt {prefill['tierkv']:.1f} s, then {speed['tierkv']:.1f} tokens/s, "
                 f"of which {result['stall_seconds']:.1f} s waiting for copies",
+                "after a restart": f"first token in {ttft['warm_restart']:.2f} s, {ttft['cold'] / ttft['warm_restart']:.0f} "
+                f"times as soon; {computed['warm_restart']:,} of {computed['cold']:,} prompt tokens computed again",
                 "device + host": f"{100 * upper_bytes(stats) / stats.kv_bytes_total:.0f}% of the KV cache",
                 "read path": f"{stats.read_path}: {stats.read_path_reason}",
                 "tokens": "equal to the stock cache's" if result["tokens_equal"] else "DIFFER from the stock cache's",
+                "tokens after it": "equal" if result["restart_tokens_equal"] else "DIFFER from the first process's",
                 "logits, gathered": "bit-identical" if result["logits_bit_identical"] else "NOT bit-identical",
             }
         )

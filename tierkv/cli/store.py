@@ -137,7 +137,7 @@ def verify(
     left = result["bad"] - result["repaired"]
     if left:
         again = "--repair could not take them out; look at its file system" if repair else "--repair takes them out"
-        raise Failed(f"{left:,} damaged records are in {result['path']}; {again}")
+        raise Failed(f"{result['path']} holds damaged records ({left:,}); {again}")
     if result["warnings"] and not repair:
         raise Failed(f"the index in {result['path']} was damaged; it is mended, and what was lost is computed again")
 
@@ -177,12 +177,13 @@ def _describe_chain(chain: Chain) -> dict[str, Any]:
 
 
 def _totals(store: "PrefixStore") -> dict[str, Any]:
-    from tierkv.storage.prefix_index import PINS, RETIRED
+    from tierkv.storage.prefix_index import ENTRIES, PINS, RETIRED
 
     namespaces, now = store.ls(), time.time()
     with parts_of(store).read() as book:
         state = book.state
-        pinned = sum(book.is_pinned(key, now) for key, _ in book.tables.items(PINS))
+        pins = [key for key, _ in book.tables.items(PINS) if book.is_pinned(key, now)]
+        pinned = sum(book.tables.get(ENTRIES, key) is not None for key in pins)
         damaged_slots = book.tables.count(RETIRED)
     allocated, capacity = store.allocated_bytes, store.capacity_bytes
     return {
@@ -190,7 +191,7 @@ def _totals(store: "PrefixStore") -> dict[str, Any]:
         "namespaces": len(namespaces),
         "blocks": state.blocks,
         "bytes": state.payload_bytes,
-        "capacity_bytes": capacity,
+        "capacity_bytes": capacity or None,  # it goes with an index that is lost; the next run sets it anew
         "allocated_bytes": allocated,
         "fill": round(allocated / capacity, 4) if capacity else None,
         "reusable_bytes": sum(size * count.vacant for size, count in state.slabs.items()),

@@ -68,15 +68,16 @@ def _text(value: object) -> str:
 
 def print_stats(result: Mapping[str, Any]) -> None:
     """Print what a store holds and how full it is."""
-    fill = "" if result["fill"] is None else f" ({result['fill']:.1%})"
-    capacity = format_bytes(result["capacity_bytes"])
+    room = "; the capacity was lost with the index, the next run sets it anew"
+    if result["capacity_bytes"] is not None:
+        room = f" of {format_bytes(result['capacity_bytes'])} ({result['fill']:.1%})"
     out.print(
         pairs_table(
             {
                 "store": result["path"],
                 "blocks": f"{result['blocks']:,} in {result['namespaces']:,} namespaces",
                 "KV": format_bytes(result["bytes"]),
-                "on disk": f"{format_bytes(result['allocated_bytes'])} of {capacity}{fill}",
+                "on disk": f"{format_bytes(result['allocated_bytes'])}{room}",
                 "reusable": f"{format_bytes(result['reusable_bytes'])}, which tierkv store gc gives back",
                 "index": f"at most {format_bytes(result['index_bytes'])}",
                 "eviction": result["eviction"],

@@ -8,8 +8,8 @@ block be lost on the way, run once more from the ids.
 import functools
 import logging
 import os
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn, cast
 
 import torch
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from tierkv.config import CacheConfig, load_config
 from tierkv.engine import Engine
-from tierkv.errors import BlockLost, StoreFull, TierKVError, UnsafeCall, UnsupportedModel
+from tierkv.errors import BlockLost, CapacityError, StoreFull, TierKVError, UnsafeCall, UnsupportedModel
 from tierkv.integrations.hf_attention import first_seen, why_gathered, why_not_now
 from tierkv.integrations.hf_cache import TieredCache
 from tierkv.integrations.hf_call import GenerateCall
@@ -163,7 +163,7 @@ class ModelEngine(Engine):
         if call.cache.sequences.length and call.cache.weights != weights_stamp(self.model):
             raise UnsafeCall("the model's weights have changed since this cache was filled; call cache.reset()")
         cache, rows = call.cache, call.cache.sequences.rows
-        with cache.in_use(lambda: self._prepare(call, cache)):
+        with cache.in_use(lambda: self._prepare(call, cache)), self._call_of(cache):
             try:
                 return self._generate(**call.arguments)
             except BaseException:
@@ -172,6 +172,13 @@ class ModelEngine(Engine):
                     with suppress(TierKVError):  # a torn or closed cache says so when it is used
                         cache.batch_select_indices(torch.arange(0, now, now // rows))
                 raise
+
+    @contextmanager
+    def _call_of(self, cache: TieredCache) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self.end_call(cache.sequences)
 
     def _has_its_layers(self) -> bool:
         return num_cache_layers(self.model) == len(self.layout.layers) + self.native_layers
@@ -192,11 +199,39 @@ class ModelEngine(Engine):
     def _prepare(self, call: GenerateCall, cache: TieredCache) -> None:
         """Make sure that a call on the user's cache is safe and fits, and only then change the cache for it."""
         change = call.make_safe(cache)
-        self.reserve(cache.sequences, call.rows, call.longest, paged=self._attends_in_place(call))
+        if not cache.sequences.length:
+            change()
+            self._admit(call, cache)
+            return
+        self._reserve(call, cache)
         change()
         if cache.sequences.length and self._prefixes.knows_more(call, cache):
             cache.reset()  # its own blocks are known too, and come back with the rest
         if not cache.sequences.length:
+            self._prefixes.begin(call, cache)
+        self._prefixes.expect_answer(call, cache)
+
+    def _reserve(self, call: GenerateCall, cache: TieredCache) -> None:
+        self.reserve(cache.sequences, call.rows, call.longest, paged=self._attends_in_place(call))
+
+    def _admit(self, call: GenerateCall, cache: TieredCache) -> None:
+        """Set room aside for a call on an empty cache, which begins with what is known of the prompts.
+
+        Raises:
+            CapacityError: there is no room, even though what others hold already needs none of its own.
+        """
+        try:
+            self._reserve(call, cache)
+        except CapacityError:
+            self._prefixes.begin(call, cache)
+            if not cache.sequences.length:
+                raise
+            try:
+                self._reserve(call, cache)
+            except CapacityError:
+                cache.reset()
+                raise
+        else:
             self._prefixes.begin(call, cache)
         self._prefixes.expect_answer(call, cache)
 
@@ -206,9 +241,7 @@ class ModelEngine(Engine):
         call.use(cache)
         handed_over = False
         try:
-            self.reserve(cache.sequences, call.rows, call.longest, paged=self._attends_in_place(call))
-            self._prefixes.begin(call, cache)
-            self._prefixes.expect_answer(call, cache)
+            self._admit(call, cache)
             replay = Replay(call.arguments, self.device)
             output = None
             try:
@@ -218,11 +251,12 @@ class ModelEngine(Engine):
             if output is None:  # outside the handler, which keeps everything alive that the first run computed
                 self.count(recomputes=1)
                 cache.reset()
-                self.reserve(cache.sequences, call.rows, call.longest, paged=self._attends_in_place(call))
+                self._reserve(call, cache)
                 replay.start_over()
                 output = self._generate(**call.arguments)
             handed_over = call.returns_cache
             return output
         finally:
+            self.end_call(cache.sequences)
             if not handed_over:
                 cache.close()

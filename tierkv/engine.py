@@ -95,6 +95,7 @@ class Engine:
         self._pid = os.getpid()
         self._closed = False
         self._caches: weakref.WeakSet[SequenceBatch] = weakref.WeakSet()
+        self._promised: weakref.WeakKeyDictionary[SequenceBatch, int] = weakref.WeakKeyDictionary()
         self._orphans: deque[tuple[list[BlockTable], Step | None, list[Ticket]]] = deque()
         self._counts: dict[str, Any] = {field.name: 0 for field in fields(Counters)}
         readers = max(1, config.disk.readers)
@@ -118,7 +119,7 @@ class Engine:
             self.stores.slots,
             self.stores.slots_per_segment,
             keep,
-            promotes=cold_read in ("auto", "promote"),
+            promoted=self._promoted(cold_read),
             eviction=config.prefix.eviction,
         )
         self._mover = Mover(self.manager, self.stores, self.transfers, self.count_copies, self.disk_failed)
@@ -158,15 +159,27 @@ class Engine:
         """
         with self.exclusive():
             own = {block for table in batch.tables for block in table.blocks}
+            held = self._live_blocks() - len(own) + self._still_to_come(batch)
             try:
-                plan = self.capacity.plan(rows, tokens, self._live_blocks() - len(own), paged=paged)
+                plan = self.capacity.plan(rows, tokens, held, paged=paged)
             except CapacityError as error:
                 if paged or not self.gathered_because:
                     raise
                 raise CapacityError(f"{error}. Layers are gathered whole here: {self.gathered_because}") from None
-            enough = self.manager.pools[Tier.DEVICE].num_slots >= plan.device_slots
-            if not (self._live_blocks() and enough and self.scratch.holds(plan.buffer_tokens)):
+            enough = self._num_slots() >= rows * self.layout.blocks_for(tokens) + held
+            least = self.manager.pools[Tier.DEVICE].num_slots >= self.capacity.least_slots(rows)
+            # Dividing anew moves blocks and costs a moment: it is done where it must be, and where nobody would notice.
+            # A ring of chunks may be smaller than it should be; a buffer for a layer may not.
+            wanted = plan.buffer_tokens // 2 if paged else plan.buffer_tokens
+            if not (self._live_blocks() and enough and least and self.scratch.holds(wanted)):
                 self._divide(plan)
+            self._promised[batch] = rows * self.layout.blocks_for(tokens)
+
+    def end_call(self, batch: SequenceBatch) -> None:
+        """A call is over: what was set aside for it is free for others again, and so is the place of its blocks."""
+        if self._promised.pop(batch, None) is not None and not self.closed:
+            with self.exclusive():
+                self.manager.rest(batch.tables)
 
     def close(self) -> None:
         """End the workers, give back all memory and remove the spill files. Idempotent; safe after an interrupt."""
@@ -289,6 +302,24 @@ class Engine:
         self._orphans.append((tables, step, writes))
 
     # -- internals ------------------------------------------------------------------------------------------------
+
+    def _promoted(self, cold_read: str) -> tuple[Tier, ...]:
+        """Return the tiers whose blocks move up where there is room: none that attention reads as well where they are."""
+        if cold_read not in ("auto", "promote"):
+            return ()
+        in_place = not self.gathered_because and self.stores.host_is_read(cold_read) == "in place"
+        return (Tier.DISK,) if in_place else (Tier.HOST, Tier.DISK)
+
+    def _still_to_come(self, batch: SequenceBatch) -> int:
+        """Return the blocks by which calls under way may grow, ``batch``'s own aside."""
+        return sum(
+            max(0, promised - sum(len(table.blocks) for table in other.tables))
+            for other, promised in list(self._promised.items())
+            if other is not batch
+        )
+
+    def _num_slots(self) -> int:
+        return sum(0 if pool.frozen else pool.num_slots for pool in self.manager.pools.values())
 
     def _live_blocks(self) -> int:
         return sum(primary for primary, _ in self.manager.census().values()) - self.manager.shared.num_unused

@@ -13,12 +13,14 @@ A copy under way holds a reference to its source slot, and its destination slot 
 ``complete``: a slot is never reused under a copy, nor read before it is filled, whatever the order of completions.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import islice
+from weakref import WeakKeyDictionary
 
-from tierkv.block_table import BlockTable, Extent, drop_reference
+from tierkv.block_table import Block, BlockTable, Extent, drop_reference
 from tierkv.errors import CapacityError
 from tierkv.moves import Move, Room, Step
-from tierkv.placement import Keep, device_share, tails_to_copy
+from tierkv.placement import Keep, demand, device_share, tails_to_copy
 from tierkv.places import Places
 from tierkv.room import RoomMaker
 from tierkv.sharing import SharedBlocks
@@ -27,9 +29,6 @@ from tierkv.tier import Tier
 
 MAX_PROMOTIONS_PER_STEP = 4
 """Promotions are a background job: a few blocks a step, so that they never crowd out the reads of the step."""
-
-STEPS_UNTIL_IDLE = 8
-"""A sequence that this many steps of others have passed is not one of those that take turns."""
 
 
 class TierManager(TableBook):
@@ -42,7 +41,7 @@ class TierManager(TableBook):
         slots_per_segment: Mapping[Tier, int],
         keep: Keep,
         *,
-        promotes: bool = True,
+        promoted: Collection[Tier] = (Tier.HOST, Tier.DISK),
         eviction: str = "lru",
     ) -> None:
         """Make a manager of empty tiers.
@@ -52,15 +51,17 @@ class TierManager(TableBook):
             slots: how many blocks each tier can hold; 0 or absent turns the tier off.
             slots_per_segment: neighbouring slots of each tier, see ``BlockPool``.
             keep: the blocks of every sequence that stay on the device.
-            promotes: whether cold blocks move up for good where there is room.
+            promoted: tiers whose blocks move up for good where there is room: those that attention cannot read in place.
             eviction: the rule by which shared blocks that no sequence holds are forgotten.
         """
         self.slots_per_segment = {tier: slots_per_segment.get(tier, 1) for tier in Tier}
         super().__init__(block_size, Places(slots, self.slots_per_segment), SharedBlocks(eviction))
         self.keep = keep
-        self.promotes = promotes
+        self.promoted = promoted
         self.pools, self.moves, self._steps = self.places.pools, self.places.moves, self.places.steps
         self.num_tail_copies = 0
+        # Sequences that come back from being idle, each with whether others have made way for it.
+        self._returning: WeakKeyDictionary[BlockTable, bool] = WeakKeyDictionary()
         self._room = RoomMaker(self.places, self._tables, self.shared, keep, block_size)
 
     # -- steps ----------------------------------------------------------------------------------------------------
@@ -76,7 +77,9 @@ class TierManager(TableBook):
             raise ValueError("a step appends at least one token to sequences of one length")
         for table in tables:
             table.seal()
-            self._tables.pop(table)
+            if self._is_idle(table):
+                self._returning[table] = False
+            del self._tables[table]
             self._tables[table] = self._num_steps
         if any(move.tail_of in tables for move in self.moves):
             return Room(())  # the copy would take the place of the block that this step appends to
@@ -84,6 +87,8 @@ class TierManager(TableBook):
         moves, ready = self._room.make(tables, count, len(tails))
         if ready and tails and not moves:
             moves = [self._copy_tail(table) for table in tails]
+        if ready and not moves:
+            moves = self._swap_in(tables, count)
         if moves or not ready:
             return Room(tuple(moves))
         self._give_homes(tables, count)
@@ -135,20 +140,50 @@ class TierManager(TableBook):
                     place = self.places.take_below(Tier.DEVICE)
                     if place is not None:
                         moves.append(self.places.start(block, *place, evicts=False))
-        below = self.places.census()
-        if self.promotes and not moves and (below[Tier.HOST][0] or below[Tier.DISK][0]):
+        if self._num_cold() and not moves:
             spare = 2 * len(tables)
-            for table in tables:
-                cold = (b for b in table.blocks if b.slots and Tier.DEVICE not in b.slots and not b.arriving)
-                for block in cold:
-                    if device.free <= spare:
-                        # Sequences that have long been idle make way for one that comes back; those that take turns stay.
-                        idle = [t for t, last in self._tables.items() if last < self._num_steps - STEPS_UNTIL_IDLE]
-                        return moves + self._room.make_way(idle, tables, spare + MAX_PROMOTIONS_PER_STEP)
-                    if len(moves) == MAX_PROMOTIONS_PER_STEP:
-                        return moves
-                    moves.append(self.places.start(block, Tier.DEVICE, device.allocate(1)[0], evicts=False))
+            moves = self._promote(tables, device.free - spare, MAX_PROMOTIONS_PER_STEP)
+            if not moves and any(True for _ in self._cold(tables)):
+                moves = self._room.make_way(self._idle(), tables, spare + MAX_PROMOTIONS_PER_STEP)
         return moves
+
+    def _swap_in(self, tables: Sequence[BlockTable], count: int) -> list[Move]:
+        """Bring back what lies below of sequences that were idle, once, before it is read at every step.
+
+        First others that are idle make way; then blocks come up as far as there is room beside what the step needs.
+        """
+        back = [table for table in tables if table in self._returning]
+        num_cold = sum(1 for _ in self._cold(back)) if self._num_cold() else 0
+        moves: list[Move] = []
+        if num_cold:
+            spare = demand(tables, count, self.keep, 0).total + 2 * len(tables)
+            if not all(self._returning[table] for table in back):
+                self._returning.update(dict.fromkeys(back, True))
+                moves = self._room.make_way(self._idle(), tables, spare + num_cold)
+                if moves:
+                    return moves
+            moves = self._promote(back, self.pools[Tier.DEVICE].free - spare, num_cold)
+        for table in back:  # whether they arrive or fail: a block that does not come up can be read where it lies
+            del self._returning[table]
+        return moves
+
+    def _promote(self, tables: Sequence[BlockTable], room: int, most: int) -> list[Move]:
+        device = self.pools[Tier.DEVICE]
+        blocks = islice(self._cold(tables), max(0, min(room, most)))
+        return [self.places.start(block, Tier.DEVICE, device.allocate(1)[0], evicts=False) for block in blocks]
+
+    def _cold(self, tables: Sequence[BlockTable]) -> Iterator[Block]:
+        """Yield the blocks that should move up and are not on their way, each once."""
+        seen: set[Block] = set()
+        for table in tables:
+            for block in table.blocks:
+                if block.slots and block.tier in self.promoted and not block.arriving and block not in seen:
+                    seen.add(block)
+                    yield block
+
+    def _num_cold(self) -> int:
+        census = self.census()
+        return sum(census[tier][0] for tier in self.promoted)
 
     # -- completions ----------------------------------------------------------------------------------------------
 

@@ -4,11 +4,14 @@ What is done to whole sequences between forwards: they are opened, forked, cropp
 others have computed, and let others find theirs. Steps and moves are the manager's.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from tierkv.block_table import Block, BlockTable, drop_reference
 from tierkv.places import Places
 from tierkv.sharing import SharedBlocks
+
+STEPS_UNTIL_IDLE = 8
+"""A sequence that this many steps of others have passed is not one of those that take turns."""
 
 
 class TableBook:
@@ -57,6 +60,19 @@ class TableBook:
             raise ValueError("a block table was released twice")
         self.crop(table, 0)
         del self._tables[table]
+
+    def rest(self, tables: Iterable[BlockTable]) -> None:
+        """Whoever used these sequences is done for now: others may have their room at once."""
+        for table in tables:
+            if table in self._tables:
+                self._tables[table] = min(self._tables[table], self._num_steps - STEPS_UNTIL_IDLE - 1)
+
+    def _is_idle(self, table: BlockTable) -> bool:
+        return self._tables[table] < self._num_steps - STEPS_UNTIL_IDLE
+
+    def _idle(self) -> list[BlockTable]:
+        """Return the sequences that are idle, the least recently used first; those that take turns are not."""
+        return [table for table in self._tables if self._is_idle(table)]
 
     # -- shared blocks --------------------------------------------------------------------------------------------
 

@@ -86,7 +86,7 @@ def sessions(
 
     [bold]contiguous[/bold] reserves the longest context for each. [bold]paged[/bold] is tierkv with a device tier only,
     [bold]shared[/bold] shares equal prefixes as well, [bold]tiered[/bold] has host memory and disk below the same device
-    budget. A few minutes on two cores.
+    budget. Several minutes on two cores.
     """
     if dtype not in DTYPES:
         raise BadInput(f"--dtype: {dtype!r} is not known (legal: {', '.join(DTYPES)})")

@@ -134,7 +134,13 @@ def verify(
         for key, value in chunk:
             row = rows.unpack_row(key, value)
             if row is None:
-                bad.append((key.hex(), "its row in the index is damaged; restart to repair it"))
+                bad.append(
+                    (
+                        key.hex(),
+                        "its row in the index is damaged; restart to repair it",
+                    )
+                )
+                reader.suspect = True
             elif row.stored:
                 checked += 1
                 found = found_of(row)
@@ -168,10 +174,8 @@ def collect(
     aged = 0
     if max_age_seconds is not None:
         oldest = now - max_age_seconds
-        aged = store.drop_where(lambda row: row.created < oldest, unless_pinned=now)
-    with store.read() as book:
-        known = {row.key for row in book.all_rows()}
-    orphans = store.drop_where(lambda row: row.parent is not None and row.parent not in known) if known else 0
+        aged = store.drop_where(lambda row, _: row.created < oldest, unless_pinned=now)
+    orphans = store.drop_where(lambda row, others: row.parent is not None and row.parent not in others)
     evicted = 0 if budget_bytes is None else _evict_to(store, budget_bytes, now)
     retired = _reuse_retired(store)
     for _ in range(_ATTEMPTS):  # a slot that was freed is given back in the next transaction
@@ -196,7 +200,7 @@ def clear(store: OpenStore, namespace: bytes | None) -> int:
         StoreError: the store cannot be written to.
         OSError: the disk failed.
     """
-    number = store.drop_where(lambda row: namespace is None or row.namespace == namespace)
+    number = store.drop_where(lambda row, _: namespace is None or row.namespace == namespace)
     with store.write() as book:
         digests = [digest for digest, _ in book.tables.items(NAMESPACES) if namespace in (None, digest)]
         for digest in digests:

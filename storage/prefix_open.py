@@ -3,14 +3,14 @@
 import logging
 import shutil
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Final
 
 from tierkv.errors import StoreError
-from tierkv.eviction import EvictionPolicy, refile
+from tierkv.eviction import LRU, POLICIES, EvictionPolicy, refile
 from tierkv.storage.prefix_book import Book
 from tierkv.storage.prefix_folder import PrefixFolder
 from tierkv.storage.prefix_index import PrefixIndex, page_limit
@@ -29,6 +29,9 @@ _CHUNK: Final = 512
 _ATTEMPTS: Final = 8
 
 
+_UNBOUNDED: Final = 1 << 62
+
+
 @dataclass(slots=True)
 class OpenStore:
     """What all of the store's modules work on.
@@ -38,7 +41,8 @@ class OpenStore:
         index: its tables.
         slabs: its files.
         policy: the eviction rule.
-        capacity_bytes: bound on the allocated bytes of everything in the folder.
+        capacity_bytes: bound on the allocated bytes of everything in the folder; 0 where it was lost with a damaged index
+            and nobody has given one since: then nothing is evicted for it.
     """
 
     folder: PrefixFolder
@@ -51,6 +55,8 @@ class OpenStore:
     @property
     def budget_bytes(self) -> int:
         """Bound on the allocated bytes of all slabs: the capacity without everything else."""
+        if not self.capacity_bytes:
+            return _UNBOUNDED
         # File systems count their own lists of a file's blocks as the file's: up to 4 KiB for 340 slots.
         overhead = self.capacity_bytes // 256 + (128 << 10)
         return max(0, self.capacity_bytes - self.index.map_bytes - overhead - self._other_bytes)
@@ -81,11 +87,13 @@ class OpenStore:
         with self.index.read() as tables:
             yield Book(tables, self.slabs, self.budget_bytes)
 
-    def drop_where(self, choose: Callable[[Row], bool], *, unless_pinned: float | None = None) -> int:
+    def drop_where(
+        self, choose: Callable[[Row, Mapping[bytes, Row]], bool], *, unless_pinned: float | None = None
+    ) -> int:
         """Forget the blocks that ``choose`` says, and those that continue them, some in each transaction.
 
         Args:
-            choose: called outside of a write transaction and again in it.
+            choose: told each row and all that were there at that moment, by key.
             unless_pinned: keep blocks that are pinned at this wall time, and what they continue.
 
         Returns:
@@ -93,15 +101,15 @@ class OpenStore:
         """
         with self.read() as book:
             rows = list(book.all_rows())
+            by_key = {row.key: row for row in rows}
             pinned = set()
             if unless_pinned is not None:
-                by_key = {row.key: row for row in rows}
                 for row in rows:
                     at: Row | None = row if book.is_pinned(row.key, unless_pinned) else None
                     while at is not None and at.key not in pinned:
                         pinned.add(at.key)
                         at = by_key.get(at.parent) if at.parent is not None else None
-            chosen = book.with_descendants([row for row in rows if row.key not in pinned and choose(row)])
+            chosen = book.with_descendants([row for row in rows if row.key not in pinned and choose(row, by_key)])
         keys = iter([row.key for row in reversed(chosen)])  # children first
         number = 0
         while chunk := list(islice(keys, _CHUNK)):
@@ -128,14 +136,14 @@ class OpenStore:
 
 
 def open_parts(
-    folder: PrefixFolder, capacity_bytes: int | None, policy: EvictionPolicy, wait_seconds: float
+    folder: PrefixFolder, capacity_bytes: int | None, policy: EvictionPolicy | None, wait_seconds: float
 ) -> OpenStore:
     """Open a store and make its parts agree.
 
     Args:
         folder: its directory.
         capacity_bytes: None: as it was opened before.
-        policy: the eviction rule.
+        policy: the eviction rule; None: as it was opened before.
         wait_seconds: longest wait for others that are opening it.
 
     Raises:
@@ -178,7 +186,7 @@ def close_parts(store: OpenStore, *, sound: bool, broken: bool, wait_seconds: fl
         store.folder.let_go()
 
 
-def _bring_up(folder: PrefixFolder, capacity_bytes: int | None, policy: EvictionPolicy) -> OpenStore:
+def _bring_up(folder: PrefixFolder, capacity_bytes: int | None, policy: EvictionPolicy | None) -> OpenStore:
     slabs = SlabFiles(folder.path)
     try:
         return _agree(folder, slabs, capacity_bytes, policy)
@@ -192,15 +200,20 @@ def _bring_up(folder: PrefixFolder, capacity_bytes: int | None, policy: Eviction
     return _agree(folder, slabs, capacity_bytes, policy)
 
 
-def _agree(folder: PrefixFolder, slabs: SlabFiles, capacity_bytes: int | None, policy: EvictionPolicy) -> OpenStore:
+def _agree(
+    folder: PrefixFolder, slabs: SlabFiles, capacity_bytes: int | None, wanted_policy: EvictionPolicy | None
+) -> OpenStore:
     wanted = 0 if capacity_bytes is None else _index_bytes(capacity_bytes)
     data = folder.index_path / "data.mdb"
     shrinking = bool(wanted and folder.alone and data.exists() and data.stat().st_size > wanted)
     map_bytes = 0 if shrinking or not folder.alone else wanted
+    policy = wanted_policy or LRU()
     store = OpenStore(folder, PrefixIndex(folder.index_path, map_bytes), slabs, policy, capacity_bytes or 0)
     try:
         with store.write() as book:
             state = book.state
+            if wanted_policy is None and state.policy in POLICIES:
+                store.policy = policy = POLICIES[state.policy]()
             store.capacity_bytes = capacity_bytes or state.capacity_bytes
             if folder.alone and not folder.clean and (problems := audit(book)):
                 lost = rebuild(book, policy)

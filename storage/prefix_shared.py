@@ -95,7 +95,7 @@ class SharedStore:
         cls,
         root: str | os.PathLike[str],
         capacity_bytes: int | None,
-        policy: EvictionPolicy,
+        policy: EvictionPolicy | None,
         *,
         ttl_seconds: float,
         write_batch: int,

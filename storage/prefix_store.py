@@ -59,7 +59,7 @@ class PrefixStore(PrefixCare):
         root: str | os.PathLike[str],
         capacity_bytes: int | None,
         *,
-        eviction: str = "lru",
+        eviction: str | None = "lru",
         ttl_seconds: float = 0,
         write_batch: int = 16,
         write_queue_bytes: int,
@@ -71,7 +71,7 @@ class PrefixStore(PrefixCare):
             root: made with its parents, readable by its owner only. Not on a network file system.
             capacity_bytes: bound on the allocated bytes of everything in the store's folder, over all processes. A store
                 that holds more is evicted down. None: whatever it was when the store was last opened.
-            eviction: name of a rule (``tierkv.eviction``).
+            eviction: name of a rule (``tierkv.eviction``). None: whatever it was.
             ttl_seconds: blocks older than this are misses, pinned or not; 0: never.
             write_batch: blocks a transaction.
             write_queue_bytes: record bytes that may wait to be written.
@@ -85,7 +85,7 @@ class PrefixStore(PrefixCare):
             SharedStore.acquire(
                 root,
                 capacity_bytes,
-                make_policy(eviction),
+                None if eviction is None else make_policy(eviction),
                 ttl_seconds=ttl_seconds,
                 write_batch=write_batch,
                 write_queue_bytes=write_queue_bytes,

@@ -152,7 +152,7 @@ class PrefixWriter:
             self._drop_expired()
 
     def _drop_expired(self) -> None:
-        self._tally.add("expired", self._store.drop_where(lambda row: self.is_expired(row.created)))
+        self._tally.add("expired", self._store.drop_where(lambda row, _: self.is_expired(row.created)))
 
     # -- one batch ------------------------------------------------------------------------------------------------
 

@@ -243,3 +243,49 @@ def test_looking_with_whatever_capacity_it_has(tmp_path):
     assert store.ls()[0].blocks == 3
     assert os.listdir(store.path / "index")  # noqa: PTH208 - its name is enough
     store.close()
+
+
+def test_looking_at_a_store_that_has_lost_its_capacity_costs_no_block(tmp_path):
+    """With a damaged state row the capacity is unknown; nothing may be evicted down to nothing for that."""
+    with prefixes(tmp_path) as store:
+        for number in range(4):
+            put_all(store, chain(number, 5))
+        with store._parts.index.write() as tables:
+            (key, value) = next(iter(tables.items(b"state", b"")))
+            tables.put(b"state", key, bytes(len(value)))
+        store._writer.suspect = True
+    for _ in range(2):
+        with prefixes(tmp_path, None) as store:
+            assert store.stats().blocks == 20
+            store.touch(keys_of(chain(1, 5)))
+            assert store.flush(10)
+            assert store.stats().blocks == 20
+            assert store.capacity_bytes == 0
+    with prefixes(tmp_path) as store:  # whoever knows sets it anew
+        assert store.capacity_bytes == 8 * MIB
+        assert read_run(store, chain(3, 5)) == 5
+        check_sound(store)
+
+
+def test_looking_at_a_store_leaves_its_rule(tmp_path):
+    with prefixes(tmp_path, eviction="cost") as store:
+        put_all(store, chain(0, 5))
+    with prefixes(tmp_path, None, eviction=None) as store:
+        assert store._parts.policy.name == "cost"
+    with prefixes(tmp_path, eviction="cost") as store, store._parts.read() as book:
+        assert book.state.policy == "cost"
+
+
+def test_blocks_that_come_while_orphans_are_looked_for_stay(store, monkeypatch):
+    put_all(store, chain(0, 3))
+    store.flush(10)
+    drop_where = type(store._parts).drop_where
+
+    def meanwhile(self, choose, **more):
+        put_all(store, chain(1, 4))
+        store.flush(10)
+        return drop_where(self, choose, **more)
+
+    monkeypatch.setattr(type(store._parts), "drop_where", meanwhile)
+    assert store.gc().orphans == 0
+    assert read_run(store, chain(1, 4)) == 4

@@ -283,9 +283,9 @@ def _print(result: dict[str, Any]) -> None:
             f"{together['p90_turn_seconds']:.2f} s; the first thread ended {together['spread']:.0%} of the time before the last",
             soft_wrap=True,
         )
-    out.print(
-        "answers: equal to the stock cache's" if result["tokens_equal"] else "answers: DIFFER from the stock cache's"
-    )
+    rounding = "; bfloat16 rounds sums of another order otherwise" if result["dtype"] == "bfloat16" else ""
+    equal = result["tokens_equal"]
+    out.print(f"answers: {'equal to' if equal else 'DIFFER from'} the stock cache's{'' if equal else rounding}")
 
 
 def _conditions(result: dict[str, Any]) -> str:

@@ -103,7 +103,7 @@ def opened(path: str | None) -> Iterator[Opened]:
         store = PrefixStore.open(
             root,
             None,
-            eviction=config.prefix.eviction,
+            eviction=None,
             write_queue_bytes=QUEUE_BYTES,
             wait_seconds=_WAIT_SECONDS,
         )

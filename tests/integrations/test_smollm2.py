@@ -81,3 +81,41 @@ def test_a_conversation(smollm2, tmp_path):
             assert torch.equal(ours, type(model).generate(model, ids, **greedy))
             ids = ours
         assert engine.stats().counters.tokens < ids.shape[1] + 5
+
+
+@pytest.mark.parametrize("path", ["paged", "gathered"])
+def test_a_chat_that_is_rendered_anew_at_every_turn(smollm2, tmp_path, path):
+    """No cache is passed: each turn's text is rendered from its messages, and what was computed before is found by its ids;
+    in the second round, by an engine that begins anew as after a restart."""
+    model, tokenizer = smollm2
+    document = tokenizer.decode(documentation(tokenizer, 700)[0])
+    questions = ("What is this text about?", "Name one statement.", "And another one?")
+    config = {
+        "disk": {"path": str(tmp_path), "capacity": "1GiB"},
+        "device": {"capacity": "256MiB"},
+        "attention": {"path": path},
+        "prefix": {"persist": True, "write_policy": "always"},
+    }
+    greedy = {"do_sample": False, "max_new_tokens": 40}
+    messages, expected, prompts = [{"role": "system", "content": document}], [], []
+    for question in questions:
+        messages.append({"role": "user", "content": question})
+        batch = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        answer = model.generate(**batch, **greedy)
+        prompts.append(batch)
+        expected.append(answer)
+        text = tokenizer.decode(answer[0, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+        messages.append({"role": "assistant", "content": text})
+    assert len(set(expected[-1][0, prompts[-1]["input_ids"].shape[1] :].tolist())) > 5
+    for round_ in range(2):
+        with tierkv.attach(model, config) as engine:
+            for turn, (batch, answer) in enumerate(zip(prompts, expected, strict=True)):
+                before = engine.stats().prefix
+                assert torch.equal(model.generate(**batch, **greedy), answer)
+                used = engine.stats().prefix.used_tokens - before.used_tokens
+                if turn or round_:
+                    last = prompts[turn if round_ else turn - 1]["input_ids"].shape[1]
+                    assert used >= last // 32 * 32 - 32
+            assert engine.stats().prefix.restored_tokens >= 704 * round_

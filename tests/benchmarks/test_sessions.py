@@ -108,7 +108,7 @@ def test_blocks_hold_more_and_sharing_saves(model, mix, stock, budgets):
     paged, shared = found["paged"], found["shared"]
     assert 4 < paged.held <= shared.held < len(mix)
     assert "the smallest device.capacity that suffices" in paged.refused
-    assert len(paged.last.turn_seconds) == measured.PAGED_ROUNDS * paged.held
+    assert [len(one.turn_seconds) for one in paged.rounds] == [paged.held] * measured.PAGED_ROUNDS
     assert (paged.last.saved_bytes, paged.computed) == (0, 0)
     if shared.held > 5:  # the second conversation with the system prompt is there: 3 whole blocks are common
         assert shared.last.saved_bytes == 3 * 32 * measured.token_bytes(model)
@@ -263,6 +263,13 @@ def test_p90_lies_between_the_times_that_there_are():
     assert p90([2.0]) == 2.0
     assert p90([1.0] * 9 + [2.0]) == pytest.approx(1.1)
     assert p90([float(number) for number in range(11)]) == 9.0
+
+
+def test_the_p90_of_several_rounds_is_their_median():
+    rounds = [Round(2, [seconds]) for seconds in (9.0, 1.0, 2.0)]
+    assert Outcome(rounds).p90 == 2.0
+    assert Outcome([*rounds, Round(3, [5.0]), Round(4, [6.0], held=False)]).p90 == 5.0
+    assert Outcome().p90 is None
 
 
 def test_figures_are_those_of_the_largest_number_that_was_held():

@@ -1,6 +1,7 @@
 """``tierkv demo``: the contract of its JSON, its self-checks, and what a killed run leaves behind."""
 
 import signal
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -16,7 +17,7 @@ from tests.cli.commands import (
     stop,
     wait_for,
 )
-from tierkv.cli import demo_run
+from tierkv.cli import demo_restart, demo_run
 from tierkv.cli.console import BadInput
 from tierkv.cli.demo_text import QUESTION, demo_inputs, document
 from tierkv.cli.streams import TokenStream, decode
@@ -25,6 +26,7 @@ from tierkv.metrics import Stats, TierStats
 KEYS = {
     "model", "dtype", "prompt_tokens", "new_tokens", "tokens_equal", "read_path", "logits_bit_identical", "text",
     "budget_bytes", "peak_bytes", "blocks", "copies", "moved_bytes", "kv_bytes_total", "decode_tokens_per_second",
+    "ttft_seconds", "prefilled_tokens", "restart_tokens_equal",
 }  # fmt: skip
 TIERS = {"device", "host", "disk"}
 
@@ -34,6 +36,7 @@ def check(shown):
     assert set(shown) >= KEYS
     assert shown["tokens_equal"] is True
     assert shown["logits_bit_identical"] is True
+    assert shown["restart_tokens_equal"] is True
     assert shown["failures"] == []
     assert shown["dtype"] == "float32"
     assert shown["prompt_tokens"] >= 1500
@@ -44,6 +47,22 @@ def check(shown):
     assert 2 * (shown["budget_bytes"]["device"] + shown["budget_bytes"]["host"]) < shown["kv_bytes_total"]
     assert {"device_to_host", "host_to_device", "host_to_disk", "disk_to_host"} <= set(shown["moved_bytes"])
     assert set(shown["decode_tokens_per_second"]) == {"dynamic", "tierkv"}
+    assert all(shown["ttft_seconds"][name] > 0 for name in ("cold", "warm_restart"))
+    assert shown["prefilled_tokens"]["cold"] == shown["prompt_tokens"]
+    assert 1 <= shown["prefilled_tokens"]["warm_restart"] <= demo_run.BLOCK_SIZE
+
+
+@pytest.fixture
+def restart_here(monkeypatch):
+    """Let this process do what the second one would, so that nothing is imported a second time."""
+    second = demo_restart.Second()
+
+    def answer_again(source, *asked):
+        second.load(source, 1)
+        return demo_run.Restarted(**second.answer(*asked))
+
+    monkeypatch.setattr(demo_restart, "second_process", nullcontext)
+    monkeypatch.setattr(demo_restart, "answer_again", answer_again)
 
 
 def test_a_tiny_model_keeps_every_promise(cli, tiny, clean_environment):
@@ -53,16 +72,20 @@ def test_a_tiny_model_keeps_every_promise(cli, tiny, clean_environment):
     assert shown["new_tokens"] == 8
     assert shown["question"] == QUESTION
     assert spill_files(clean_environment) == []
-    report = cli(*command)
+
+
+def test_the_report_says_what_was_found(cli, tiny, restart_here):
+    report = cli("demo", "--model", tiny, "--prompt-tokens", 2000, "--max-new-tokens", 8)
     assert report.exit_code == 0
     assert QUESTION in " ".join(report.stdout.split())
-    for word in ("budget", "disk", "tokens/s", "bit-identical", "equal to the stock"):
+    for word in ("budget", "disk", "tokens/s", "bit-identical", "equal to the stock", "after a restart", "prompt"):
         assert word in report.stdout
 
 
-def test_the_users_budgets_do_not_change_the_demo(cli, tiny, monkeypatch):
+def test_the_users_budgets_do_not_change_the_demo(cli, tiny, monkeypatch, restart_here):
     monkeypatch.setenv("TIERKV_DEVICE__CAPACITY", "64MiB")
     monkeypatch.setenv("TIERKV_DISK__CAPACITY", "0")
+    monkeypatch.setenv("TIERKV_PREFIX__WRITE_POLICY", "never")
     check(one_object(cli("demo", "--model", tiny, "--prompt-tokens", 2000, "--max-new-tokens", 3, "--json").stdout))
 
 
@@ -74,7 +97,7 @@ def test_bad_input(cli, tiny):
     assert "limit" in result.stderr
 
 
-def test_a_failed_self_check_is_said_and_ends_with_1(cli, tiny, monkeypatch):
+def test_a_failed_self_check_is_said_and_ends_with_1(cli, tiny, monkeypatch, restart_here):
     monkeypatch.setattr(demo_run, "same_logits", lambda *_: False)
     result = cli("demo", "--model", tiny, "--prompt-tokens", 2000, "--max-new-tokens", 3, "--json")
     assert result.exit_code == 1
@@ -91,9 +114,11 @@ def outcome(**changes):
         streams.append(TokenStream())
         streams[-1].tokens = tokens
     stats = replace(stats, **{name: changes.pop(name) for name in list(changes) if name in {"tiers", "kv_bytes_total"}})
+    again = demo_run.Restarted(changes.pop("again", streams[1].tokens), 0.1, changes.pop("computed", 7))
     return demo_run.Outcome(
-        demo_run.Run(streams[0]), demo_run.Run(streams[1], stats), **{"logits_bit_identical": True, **changes}
-    )
+        demo_run.Run(streams[0]), demo_run.Run(streams[1], 1500, stats), again,
+        **{"logits_bit_identical": True, **changes},
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -103,6 +128,8 @@ def outcome(**changes):
         ({"tokens": [1, 2]}, "new token 3"),
         ({"logits_bit_identical": False}, "logits"),
         ({"kv_bytes_total": 400}, "not under half"),
+        ({"again": [1, 2, 9]}, "after the restart the tokens differ"),
+        ({"computed": 1500}, "after the restart 1,500 of the prompt's tokens were computed"),
         (
             {"tiers": {n: TierStats(100, 80, 101, 5, 0, 6) for n in ("device", "host")}},
             "the device tier took 101 bytes",

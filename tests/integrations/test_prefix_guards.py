@@ -1,5 +1,8 @@
 """Ids do not always decide KV. Where they do not, nothing is looked up and nothing is kept, and it is counted."""
 
+import threading
+import time
+
 import pytest
 import torch
 
@@ -216,4 +219,74 @@ def test_weights_that_change_under_a_cache_end_what_is_kept(lab, tmp_path):
         assert engine.stats().prefix.named_blocks == 2
         out, computed = first_forward(model, batch)
         assert computed == 101
+        assert torch.equal(out, lab.stock(model, **batch, **GREEDY))
+
+
+def test_a_disk_that_does_not_answer_holds_nobody_up(lab, tiny_model, tmp_path, monkeypatch):
+    """The writer hangs in the middle of a record: what the queue cannot take is shed, and nothing waits for it."""
+    model, released = tiny_model(), threading.Event()
+    settings = roomy(tmp_path, persist=True)
+    settings["disk"]["write_queue"] = "192KiB"
+    with tierkv.attach(model, settings) as engine:
+        slabs = type(engine.stores.prefix._parts.slabs)
+        write = slabs.write
+
+        def hang(self, *args):
+            released.wait(60)
+            return write(self, *args)
+
+        monkeypatch.setattr(slabs, "write", hang)
+        for seed in range(4):
+            batch = lab.prompt(tokens=200, seed=seed)
+            out, _ = first_forward(model, batch)
+            assert torch.equal(out, lab.stock(model, **batch, **GREEDY))
+        prefix = engine.stats().prefix
+        assert not released.is_set()
+        assert prefix.waiting_blocks > 20
+        assert engine.stores.prefix.queued_bytes <= 96 << 10
+        assert first_forward(model, batch)[1] == 200 - 12 * BLOCK  # memory serves on
+        engine.forget_prefixes()  # blocks that are gone before the queue has room for them are given up
+        first_forward(model, lab.prompt(tokens=60, seed=9))
+        released.set()
+        engine.stores.prefix.flush(30)
+        first_forward(model, lab.prompt(tokens=60, seed=10))
+        assert engine.stats().prefix.shed_blocks > 0
+
+
+def test_an_interrupt_while_reads_are_in_flight(lab, tiny_model, tmp_path, monkeypatch):
+    """They end before their places are given to others: late bytes never land in a block that is somebody else's."""
+    model, batch = tiny_model(), lab.prompt(tokens=101)
+    with tierkv.attach(model, roomy(tmp_path, persist=True)) as engine:
+        first_forward(model, batch)
+        engine.stores.prefix.flush(10)
+        engine.forget_prefixes()
+        store, transfers = type(engine.stores.prefix), engine.transfers
+        read, settle, in_flight, interrupted = store.read, transfers.settle, [], []
+
+        def slow(self, *args):
+            in_flight.append(1)
+            time.sleep(0.02)
+            try:
+                return read(self, *args)
+            finally:
+                in_flight.pop()
+
+        def interrupt_once(ticket, *args):
+            if not interrupted:
+                interrupted.append(ticket)
+                raise KeyboardInterrupt
+            return settle(ticket, *args)
+
+        monkeypatch.setattr(store, "read", slow)
+        monkeypatch.setattr(transfers, "settle", interrupt_once)
+        with pytest.raises(KeyboardInterrupt):
+            model.generate(**batch, **GREEDY)
+        assert interrupted
+        assert not in_flight
+        assert engine.manager.pools[0].used == 0
+        other = lab.prompt(tokens=101, seed=5)
+        out, _ = first_forward(model, other)
+        assert torch.equal(out, lab.stock(model, **other, **GREEDY))
+        out, computed = first_forward(model, batch)
+        assert computed == 5
         assert torch.equal(out, lab.stock(model, **batch, **GREEDY))

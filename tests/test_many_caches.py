@@ -193,16 +193,10 @@ def test_a_conversation_that_comes_back_from_disk_is_read_once(model, attach):
         assert moved_blocks(engine, before)["disk_to_device"] <= 2 * 2 * 30
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=CapacityError,
-    reason="Engine.reserve plans the scratch for its own call only: on the gathered path a shorter one takes that of the "
-    "longer one under way, which then divides the pool anew at every token and runs out of slots",
-)
 def test_a_shorter_call_leaves_a_longer_one_under_way_its_scratch(model, attach):
     """40 blocks. The first call was promised 20 and scratch for 320 tokens; the second comes to 5 blocks and ends."""
     first, second = prompts(5 * SIZE, 4 * SIZE)
-    came = []
+    came: list[list[int]] = []
 
     class Meanwhile:
         """A streamer: calls of another thread come between two forwards just so."""

@@ -44,6 +44,7 @@ class _Call:
     tokens: int
     held_elsewhere: int
     paged: bool
+    least_buffer: int = 0
 
     def __str__(self) -> str:
         return f"{self.rows} sequence{'s' if self.rows > 1 else ''} of up to {self.tokens:,} tokens"
@@ -95,7 +96,9 @@ class Capacity:
     bounce: Bounce | None = None
     disk_failed: bool = False
 
-    def plan(self, rows: int, tokens: int, held_elsewhere: int = 0, *, paged: bool = False) -> ScratchPlan:
+    def plan(
+        self, rows: int, tokens: int, held_elsewhere: int = 0, *, paged: bool = False, least_buffer: int = 0
+    ) -> ScratchPlan:
         """Divide the device pool for ``rows`` sequences of up to ``tokens`` tokens.
 
         Args:
@@ -103,12 +106,13 @@ class Capacity:
             tokens: the longest they get, prompt included.
             held_elsewhere: blocks of other caches of the engine, which keep their room.
             paged: attention reads blocks where they lie, so that no buffer has to hold a layer.
+            least_buffer: tokens that a buffer must hold for others.
 
         Raises:
             CapacityError: they cannot fit; the message names the smallest device budget that would do, or the room that
                 is missing in the tiers below.
         """
-        call = _Call(rows, tokens, held_elsewhere, paged)
+        call = _Call(rows, tokens, held_elsewhere, paged, least_buffer)
         plan = self._try(self.device, call)
         if plan is not None:
             return plan
@@ -119,6 +123,9 @@ class Capacity:
 
     def _buffers(self, call: "_Call") -> list[tuple[int, int]]:
         """Return the ``(num_buffers, buffer_tokens)`` that would do, the best first and the smallest last."""
+        return [(number, max(tokens, call.least_buffer)) for number, tokens in self._own_buffers(call)]
+
+    def _own_buffers(self, call: "_Call") -> list[tuple[int, int]]:
         most = 1 + min(self.layers_ahead, len(self.layout.layers))
         if not call.paged:
             return [(number, call.rows * call.tokens) for number in range(most, 0, -1)]

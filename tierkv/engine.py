@@ -32,6 +32,7 @@ from tierkv.paged import PagedReader
 from tierkv.placement import Keep
 from tierkv.prefetch import LayerReader
 from tierkv.prefix import PrefixCache
+from tierkv.promises import Promise, Promises
 from tierkv.report import make_stats
 from tierkv.rows import RowTables
 from tierkv.scratch import Scratch
@@ -95,7 +96,7 @@ class Engine:
         self._pid = os.getpid()
         self._closed = False
         self._caches: weakref.WeakSet[SequenceBatch] = weakref.WeakSet()
-        self._promised: weakref.WeakKeyDictionary[SequenceBatch, int] = weakref.WeakKeyDictionary()
+        self._promises = Promises()
         self._orphans: deque[tuple[list[BlockTable], Step | None, list[Ticket]]] = deque()
         self._counts: dict[str, Any] = {field.name: 0 for field in fields(Counters)}
         readers = max(1, config.disk.readers)
@@ -159,25 +160,27 @@ class Engine:
         """
         with self.exclusive():
             own = {block for table in batch.tables for block in table.blocks}
-            held = self._live_blocks() - len(own) + self._still_to_come(batch)
+            held = self._live_blocks() - len(own) + self._promises.blocks_to_come(batch)
+            least_buffer = self._promises.least_buffer(batch)
             try:
-                plan = self.capacity.plan(rows, tokens, held, paged=paged)
+                plan = self.capacity.plan(rows, tokens, held, paged=paged, least_buffer=least_buffer)
             except CapacityError as error:
                 if paged or not self.gathered_because:
                     raise
                 raise CapacityError(f"{error}. Layers are gathered whole here: {self.gathered_because}") from None
-            enough = self._num_slots() >= rows * self.layout.blocks_for(tokens) + held
+            blocks = rows * self.layout.blocks_for(tokens)
+            enough = self._num_slots() >= blocks + held
             least = self.manager.pools[Tier.DEVICE].num_slots >= self.capacity.least_slots(rows)
             # Dividing anew moves blocks and costs a moment: it is done where it must be, and where nobody would notice.
             # A ring of chunks may be smaller than it should be; a buffer for a layer may not.
-            wanted = plan.buffer_tokens // 2 if paged else plan.buffer_tokens
+            wanted = max(least_buffer, plan.buffer_tokens // 2 if paged else plan.buffer_tokens)
             if not (self._live_blocks() and enough and least and self.scratch.holds(wanted)):
                 self._divide(plan)
-            self._promised[batch] = rows * self.layout.blocks_for(tokens)
+            self._promises.give(batch, Promise(blocks, 0 if paged else rows * tokens))
 
     def end_call(self, batch: SequenceBatch) -> None:
         """A call is over: what was set aside for it is free for others again, and so is the place of its blocks."""
-        if self._promised.pop(batch, None) is not None and not self.closed:
+        if self._promises.end(batch) and not self.closed:
             with self.exclusive():
                 self.manager.rest(batch.tables)
 
@@ -244,7 +247,7 @@ class Engine:
         paged = first_seen is not None
         least = (self.layout.block_size if self.capacity.cold else 0) if paged else batch.rows * length
         if too_few_slots or not self.scratch.holds(least):
-            self._grow_scratch(batch.rows, length, paged=paged)
+            self._grow_scratch(batch, length, paged=paged)
 
         def begin_reads(step: Step) -> None:
             if first_seen is None:
@@ -310,14 +313,6 @@ class Engine:
         in_place = not self.gathered_because and self.stores.host_is_read(cold_read) == "in place"
         return (Tier.DISK,) if in_place else (Tier.HOST, Tier.DISK)
 
-    def _still_to_come(self, batch: SequenceBatch) -> int:
-        """Return the blocks by which calls under way may grow, ``batch``'s own aside."""
-        return sum(
-            max(0, promised - sum(len(table.blocks) for table in other.tables))
-            for other, promised in list(self._promised.items())
-            if other is not batch
-        )
-
     def _num_slots(self) -> int:
         return sum(0 if pool.frozen else pool.num_slots for pool in self.manager.pools.values())
 
@@ -359,14 +354,17 @@ class Engine:
             self._mover.wait()
         raise TierKVError("no room could be made: sequences keep taking each other's blocks; close some caches")
 
-    def _grow_scratch(self, rows: int, tokens: int, *, paged: bool) -> None:
+    def _grow_scratch(self, batch: SequenceBatch, tokens: int, *, paged: bool) -> None:
         """A cache whose longest length nobody announced outgrew the scratch: enlarge it, generously where possible."""
-        held = rows * self.layout.blocks_for(tokens)
-        elsewhere = max(0, self._live_blocks() - held)
+        held = batch.rows * self.layout.blocks_for(tokens)
+        elsewhere = max(0, self._live_blocks() - held) + self._promises.blocks_to_come(batch)
+        least_buffer = self._promises.least_buffer(batch)
         try:
-            plan = self.capacity.plan(rows, tokens + tokens // 2, elsewhere, paged=paged)
+            plan = self.capacity.plan(
+                batch.rows, tokens + tokens // 2, elsewhere, paged=paged, least_buffer=least_buffer
+            )
         except CapacityError:
-            plan = self.capacity.plan(rows, tokens, elsewhere, paged=paged)
+            plan = self.capacity.plan(batch.rows, tokens, elsewhere, paged=paged, least_buffer=least_buffer)
         self._divide(plan)
 
     def _divide(self, plan: ScratchPlan) -> None:

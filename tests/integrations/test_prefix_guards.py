@@ -8,6 +8,7 @@ import torch
 
 import tierkv
 from tests.integrations.prefixes import BLOCK, GREEDY, fed, first_forward, roomy
+from tierkv.tier import Tier
 
 
 def holes(batch):
@@ -236,15 +237,15 @@ def test_a_disk_that_does_not_answer_holds_nobody_up(lab, tiny_model, tmp_path, 
             return write(self, *args)
 
         monkeypatch.setattr(slabs, "write", hang)
-        for seed in range(4):
-            batch = lab.prompt(tokens=200, seed=seed)
+        prompts = [lab.prompt(tokens=200, seed=seed) for seed in range(4)]
+        for batch in prompts:
             out, _ = first_forward(model, batch)
             assert torch.equal(out, lab.stock(model, **batch, **GREEDY))
         prefix = engine.stats().prefix
         assert not released.is_set()
         assert prefix.waiting_blocks > 20
         assert engine.stores.prefix.queued_bytes <= 96 << 10
-        assert first_forward(model, batch)[1] == 200 - 12 * BLOCK  # memory serves on
+        assert first_forward(model, prompts[-1])[1] == 200 - 12 * BLOCK  # memory serves on
         engine.forget_prefixes()  # blocks that are gone before the queue has room for them are given up
         first_forward(model, lab.prompt(tokens=60, seed=9))
         released.set()
@@ -261,7 +262,9 @@ def test_an_interrupt_while_reads_are_in_flight(lab, tiny_model, tmp_path, monke
         engine.stores.prefix.flush(10)
         engine.forget_prefixes()
         store, transfers = type(engine.stores.prefix), engine.transfers
-        read, settle, in_flight, interrupted = store.read, transfers.settle, [], []
+        read, settle = store.read, transfers.settle
+        in_flight: list[int] = []
+        interrupted: list[object] = []
 
         def slow(self, *args):
             in_flight.append(1)
@@ -283,7 +286,7 @@ def test_an_interrupt_while_reads_are_in_flight(lab, tiny_model, tmp_path, monke
             model.generate(**batch, **GREEDY)
         assert interrupted
         assert not in_flight
-        assert engine.manager.pools[0].used == 0
+        assert engine.manager.pools[Tier.DEVICE].used == 0
         other = lab.prompt(tokens=101, seed=5)
         out, _ = first_forward(model, other)
         assert torch.equal(out, lab.stock(model, **other, **GREEDY))

@@ -82,6 +82,7 @@ class Capacity:
         cold: whether any tier's blocks must be fetched before attention can read them.
         queue_limit: the most bytes that the queue of writes to disk may take out of the device budget; 0 where it lies
             in the host tier.
+        queue_least: the least bytes of the same.
         bounce: what the host pool lends, where a GPU and the disk meet in it; None where nothing has to pass.
         disk_failed: the disk tier refused a write and counts for nothing any more.
     """
@@ -93,6 +94,7 @@ class Capacity:
     layers_ahead: int
     cold: bool = True
     queue_limit: int = 0
+    queue_least: int = 0
     bounce: Bounce | None = None
     disk_failed: bool = False
 
@@ -165,7 +167,7 @@ class Capacity:
         high = _smallest(lambda budget: bool(self._try(PoolGeometry(self.layout, budget), call)))
         # A pool is divided into at least 8 segments, of which one may be lost, so a little more can hold less. From 8/7
         # of what suffices on everything does: go down from there to the size from which on everything suffices.
-        needed = -(-(high * 8 // 7 + self.queue_limit) // 2**20) + 1
+        needed = -(-(high * 8 // 7 + max(self.queue_limit, self.queue_least)) // 2**20) + 1
         step = max(1, needed // 4096)  # beyond some GiB the last MiB interests nobody
         while needed > step and self._try(self._pool((needed - step) * 2**20), call):
             needed -= step
@@ -192,15 +194,21 @@ class Capacity:
         )
 
     def _pool(self, budget_bytes: int) -> PoolGeometry:
-        return PoolGeometry(self.layout, budget_bytes - queue_bytes(budget_bytes, self.queue_limit))
+        return PoolGeometry(self.layout, budget_bytes - queue_bytes(budget_bytes, self.queue_limit, self.queue_least))
 
     def _disk_hint(self) -> str:
         return "; the disk tier failed, make room there" if self.disk_failed else " (or give disk.capacity some room)"
 
 
-def queue_bytes(budget_bytes: int, queue_limit: int) -> int:
-    """Return what the queue of writes to disk takes out of the budget of the RAM tier that it lies in."""
-    return min(queue_limit, budget_bytes // QUEUE_SHARE)
+def queue_bytes(budget_bytes: int, queue_limit: int, queue_least: int = 0) -> int:
+    """Return what the queues of writes to disk take out of the budget of the RAM tier that they lie in.
+
+    Args:
+        budget_bytes: of that tier.
+        queue_limit: the most they may take.
+        queue_least: without so much they could not take a single record, however small the tier is.
+    """
+    return max(queue_least, min(queue_limit, budget_bytes // QUEUE_SHARE))
 
 
 def _smallest(fits: Callable[[int], bool]) -> int:

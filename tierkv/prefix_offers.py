@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from tierkv.errors import StoreError
 from tierkv.payload import WHOLE, Piece, pack
+from tierkv.storage.codec import record_bytes
 from tierkv.storage.prefix_store import Block
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class PrefixOffers:
         self._stores = stores
         self._config = config
         self._store = store
+        self._record_bytes = record_bytes(layout.block_bytes, layout.block_size)
         self._backlog: deque[_Waiting] = deque()
         self.shed = 0
 
@@ -92,7 +94,7 @@ class PrefixOffers:
         """Hand over what the queue has room for; wait so long for more room."""
         deadline = time.monotonic() + wait_seconds
         while self._backlog:
-            if self._store.room < self._layout.block_bytes:
+            if self._store.room < self._record_bytes:
                 if time.monotonic() >= deadline or self._store.failed is not None:
                     break
                 time.sleep(_POLL_SECONDS)
@@ -111,7 +113,7 @@ class PrefixOffers:
 
     def _put(self, namespace: bytes, block: Block, pieces: Sequence[Piece]) -> None:
         payload: bytearray | None = None
-        if self._store.room >= self._layout.block_bytes:
+        if self._store.room >= self._record_bytes:
             try:
                 payload = pack(self._layout, self._stores, pieces)
             except StoreError:  # a spilled block that cannot be read: whoever needs it will hear of it

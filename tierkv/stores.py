@@ -14,6 +14,7 @@ from tierkv.geometry import PoolGeometry
 from tierkv.layout import BlockLayout
 from tierkv.moves import Move
 from tierkv.storage.base import BlockStore
+from tierkv.storage.codec import record_bytes
 from tierkv.storage.slab import SlabStore
 from tierkv.tier import Run, Tier
 from tierkv.transfer import Copy
@@ -44,6 +45,7 @@ class Stores:
         queue_limit: the most RAM that writes to disk may take while they wait. It is part of the host tier, or of the
             device tier where there is no host tier, and never more than a share of it (``queue_bytes``).
         bounce: the part of the host pool through which device and disk meet; None where they meet directly.
+        queue_least: the least RAM that the same may take.
         prefix: prefixes that are kept on disk, or None. Half of the disk tier, and half of its queue, are its.
     """
 
@@ -54,6 +56,7 @@ class Stores:
     queue_limit: int = 0
     bounce: Bounce | None = None
     prefix: "PrefixStore | None" = None
+    queue_least: int = 0
 
     @classmethod
     def open(cls, layout: BlockLayout, config: CacheConfig, budgets: Budgets, device: "torch.device") -> "Stores":
@@ -72,10 +75,16 @@ class Stores:
                 "prefix.persist = true keeps prefixes on disk, and there is no room there: give disk.capacity some, or set "
                 "prefix.persist = false"
             )
+        least_queue = _least_queue(layout, config) if disk_on else 0
+        if least_queue > budgets.write_queue and disk_on:
+            raise ConfigError(
+                f"disk.write_queue = {budgets.write_queue:,} bytes cannot take the blocks that prefix.persist = true writes; "
+                f"give it at least {least_queue:,} bytes, or make block_size smaller"
+            )
         if disk_on:
             # The queue is RAM: it lies in the host tier, or in the device tier of a machine without one.
             lender = budgets.host or (0 if cuda else budgets.device)
-            queue = queue_bytes(lender, budgets.write_queue)
+            queue = queue_bytes(lender, budgets.write_queue, least_queue)
             if cuda and not budgets.host:
                 raise ConfigError(
                     "the disk tier of a GPU needs pinned memory to pass through, and host.capacity is 0; "
@@ -101,6 +110,7 @@ class Stores:
             host = SlabStore(layout, host_bytes, tier=Tier.HOST, device=torch.device("cpu"), pinned=cuda)
         bounce = bounce_of(host) if host and cuda and disk_on else None
         stores = cls(layout, slab, host, None, budgets.write_queue if disk_on else 0, bounce)
+        stores.queue_least = least_queue
         if disk_on and budgets.disk_path is not None:
             try:
                 parts = 2 if config.prefix.persist else 1  # two stores share the tier and its queue
@@ -159,7 +169,9 @@ class Stores:
         # A larger device budget has a larger queue and writes larger batches, for which a full disk keeps more room:
         # up to a 32nd of it. What is promised for one budget must hold for the one that a refusal names.
         disk -= -(-disk // 32)
-        return Capacity(self.layout, self.device.geometry, host, disk, layers_ahead, cold, self.queue_limit)
+        return Capacity(
+            self.layout, self.device.geometry, host, disk, layers_ahead, cold, self.queue_limit, self.queue_least
+        )
 
     def slab(self, tier: Tier) -> SlabStore:
         """Return the pool of a memory tier."""
@@ -245,6 +257,11 @@ class Stores:
 def bounce_of(host: SlabStore) -> Bounce:
     """Return what a host pool lends where a GPU and the disk meet in it."""
     return Bounce(host.geometry, max(1, min(BOUNCE_BLOCKS, host.num_slots // 8)))
+
+
+def _least_queue(layout: BlockLayout, config: CacheConfig) -> int:
+    """Return the bytes of queue that keeping prefixes needs: half of the queue must take a record of one block."""
+    return 2 * record_bytes(layout.block_bytes, layout.block_size) if config.prefix.persist else 0
 
 
 def _open_prefixes(config: CacheConfig, capacity: int, path: Path, queue_bytes: int) -> "PrefixStore | None":

@@ -10,7 +10,7 @@ import torch
 
 import tierkv
 from tests.integrations.prefixes import BLOCK, GREEDY, first_forward, roomy
-from tierkv.errors import RecordError
+from tierkv.errors import ConfigError, RecordError
 
 FAMILIES = ("llama", "gemma3", "gpt_oss", "deepseek_v3", "falcon", "mistral")
 
@@ -179,14 +179,18 @@ def test_a_second_sighting_in_memory_counts(lab, tiny_model, tmp_path):
             assert engine.stats().prefix.store.blocks == expected
 
 
-def test_a_queue_that_is_too_small_sheds_and_harms_nobody(lab, tiny_model, tmp_path):
-    model, batch = tiny_model(), lab.prompt(tokens=400)
+def test_a_queue_that_cannot_take_a_block_is_refused(tiny_model, tmp_path):
     settings = roomy(tmp_path, persist=True)
     settings["disk"]["write_queue"] = "16KiB"
-    with tierkv.attach(model, settings) as engine:
-        out, _ = first_forward(model, batch)
-        assert torch.equal(out, lab.stock(model, **batch, **GREEDY))
-        assert engine.stores.prefix.room <= 8192
+    with pytest.raises(ConfigError, match=r"disk\.write_queue = 16,384 bytes .* at least 25,024 bytes"):
+        tierkv.attach(tiny_model(), settings)
+
+
+def test_persisting_without_a_disk_is_refused(tiny_model, tmp_path):
+    settings = roomy(tmp_path, persist=True)
+    settings["disk"]["capacity"] = 0
+    with pytest.raises(ConfigError, match=r"prefix\.persist = true .* disk\.capacity"):
+        tierkv.attach(tiny_model(), settings)
 
 
 def test_blocks_that_lie_on_disk_are_written_and_restored(lab, tiny_model):
@@ -257,3 +261,17 @@ def test_closing_hands_over_what_waits(lab, tiny_model, tmp_path):
     out, computed, _ = run_once(model, tmp_path, batch)
     assert computed == 5
     assert torch.equal(out, lab.stock(model, **batch, **GREEDY))
+
+
+def test_tiers_too_small_for_a_queue_still_keep_prefixes(lab, tiny_model):
+    """An eighth of the tier that lends the queue is less than a record: it lends a record's worth all the same."""
+    model, batch = tiny_model(), lab.prompt(tokens=101)
+    stock = lab.stock(model, **batch, **GREEDY)
+    prefix = {"persist": True, "write_policy": "always", "min_tokens": 0}
+    for expected in (101, 5):
+        lab._engines = 0
+        with lab.attach(model, tokens=140, spare=8, host_blocks=4, prefix=prefix) as engine:
+            out, computed = first_forward(model, batch)
+            assert torch.equal(out, stock)
+            assert computed == expected
+            assert all(tier.peak_bytes <= tier.capacity_bytes for tier in engine.stats().tiers.values())

@@ -157,6 +157,7 @@ def counted_tokens(model: Any) -> Iterator[list[int]]:
         )
         counts.append(0 if ids is None else int(ids.shape[0] * ids.shape[1]))
 
+    count.tierkv_observes = True  # type: ignore[attr-defined]
     handle = model.register_forward_pre_hook(count, with_kwargs=True)
     try:
         yield counts

@@ -15,7 +15,6 @@ from transformers import DynamicCache
 
 from tierkv.benchmarks.sessions_mix import Session
 from tierkv.integrations.hf_content import ForwardInputs
-from tierkv.integrations.hf_weights import weights_stamp
 
 GREEDY: Final = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None, "num_beams": 1}
 
@@ -235,7 +234,7 @@ def _copy(engine: Any, cache: Any, session: Session, layers: Sequence[Layer]) ->
     engine.reserve(cache.sequences, 1, count + 1, paged=True)
     try:
         with engine.exclusive(), torch.inference_mode():
-            cache.weights = weights_stamp(engine.model)
+            cache.weights = engine.look_at_weights()
             _append(
                 engine, cache, ForwardInputs(count, ids=torch.tensor([session.prompt], device=engine.device)), layers
             )

@@ -23,7 +23,6 @@ from tierkv.integrations.hf_compat import (
     text_config,
 )
 from tierkv.integrations.hf_content import ForwardInputs
-from tierkv.integrations.hf_weights import weights_stamp
 from tierkv.interrupts import deferred_interrupt
 
 if TYPE_CHECKING:
@@ -67,7 +66,7 @@ class WatchedForward:
         try:
             cache.engine.gate.enter()
             if not cache.sequences.length:
-                cache.weights = weights_stamp(self._engine.model)
+                cache.weights = self._engine.look_at_weights()
             inputs = self._read(named)
             cache.begin_forward(inputs, self._first_seen(inputs, named, cache.sequences.length))
             with switch.on() if cache.attends_in_place else nullcontext():

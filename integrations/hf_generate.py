@@ -33,9 +33,10 @@ from tierkv.integrations.hf_forward import WatchedForward
 from tierkv.integrations.hf_override import Override
 from tierkv.integrations.hf_prefix import ModelPrefixes
 from tierkv.integrations.hf_replay import Replay
-from tierkv.integrations.hf_weights import weights_stamp
+from tierkv.integrations.hf_weights import ModelWeights
 from tierkv.layout import BlockLayout
 from tierkv.machine import resolve_budgets
+from tierkv.sequences import SequenceBatch
 
 log = logging.getLogger(__name__)
 
@@ -104,6 +105,7 @@ class ModelEngine(Engine):
             """Stand in for ``model.generate``; same arguments, same result."""
             return self._run_call(args, kwargs)
 
+        self.weights = ModelWeights(model)
         self._prefixes = ModelPrefixes(self)
         self._overrides = []
         for module in watched_modules(model):
@@ -124,6 +126,12 @@ class ModelEngine(Engine):
                 "the engine and attach again"
             )
         return TieredCache(self, text_config(self.model), self._prefixes.publish)
+
+    def look_at_weights(self) -> bytes:
+        """Return the stamp of the weights as they are now, for a cache that is about to be filled."""
+        stamp = self.weights.stamp()
+        self._prefixes.prepare(stamp)
+        return stamp
 
     def forget_prefixes(self) -> None:
         """Forget every prefix that memory keeps. What caches hold stays theirs; what is kept on disk stays there."""
@@ -160,10 +168,10 @@ class ModelEngine(Engine):
             return self._run_on_own_cache(call)
         if call.cache.engine is not self:
             raise UnsafeCall("the cache belongs to another engine; make one with this engine's new_cache()")
-        if call.cache.sequences.length and call.cache.weights != weights_stamp(self.model):
+        if call.cache.sequences.length and call.cache.weights != self.weights.stamp():
             raise UnsafeCall("the model's weights have changed since this cache was filled; call cache.reset()")
         cache, rows = call.cache, call.cache.sequences.rows
-        with cache.in_use(lambda: self._prepare(call, cache)), self._call_of(cache):
+        with cache.in_use(lambda: self._prepare(call, cache)), self._call_of(cache.sequences):
             try:
                 return self._generate(**call.arguments)
             except BaseException:
@@ -174,11 +182,11 @@ class ModelEngine(Engine):
                 raise
 
     @contextmanager
-    def _call_of(self, cache: TieredCache) -> Iterator[None]:
+    def _call_of(self, sequences: SequenceBatch) -> Iterator[None]:
         try:
             yield
         finally:
-            self.end_call(cache.sequences)
+            self.end_call(sequences)
 
     def _has_its_layers(self) -> bool:
         return num_cache_layers(self.model) == len(self.layout.layers) + self.native_layers
@@ -198,6 +206,13 @@ class ModelEngine(Engine):
 
     def _prepare(self, call: GenerateCall, cache: TieredCache) -> None:
         """Make sure that a call on the user's cache is safe and fits, and only then change the cache for it."""
+        try:
+            self._make_ready(call, cache)
+        except BaseException:
+            self.end_call(cache.sequences)
+            raise
+
+    def _make_ready(self, call: GenerateCall, cache: TieredCache) -> None:
         change = call.make_safe(cache)
         if not cache.sequences.length:
             change()
@@ -223,14 +238,15 @@ class ModelEngine(Engine):
         try:
             self._reserve(call, cache)
         except CapacityError:
-            self._prefixes.begin(call, cache)
-            if not cache.sequences.length:
-                raise
-            try:
-                self._reserve(call, cache)
-            except CapacityError:
-                cache.reset()
-                raise
+            with self.exclusive():  # nobody shall take in between what this one counts on
+                self._prefixes.begin(call, cache, from_store=False)
+                if not cache.sequences.length:
+                    raise
+                try:
+                    self._reserve(call, cache)
+                except CapacityError:
+                    cache.reset()
+                    raise
         else:
             self._prefixes.begin(call, cache)
         self._prefixes.expect_answer(call, cache)

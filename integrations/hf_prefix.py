@@ -8,16 +8,17 @@ token where that ends, nothing of the row is looked up or kept, and it is counte
 import functools
 import hashlib
 import logging
+import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from transformers.cache_utils import DynamicCache
 
-from tierkv.errors import StoreError
+from tierkv.errors import StoreError, TierKVError
 from tierkv.integrations.hf_compat import effective_mask, is_dummy, text_config
 from tierkv.integrations.hf_content import ForwardInputs
-from tierkv.integrations.hf_weights import weights_fingerprint, weights_stamp
+from tierkv.integrations.hf_weights import rotates_by_length
 from tierkv.keys import namespace_digest
 from tierkv.prefix_rows import KeyedRow, Prompt
 
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from tierkv.integrations.hf_generate import ModelEngine
 
 log = logging.getLogger(__name__)
+
+_UNREADABLE: Final = "weights that cannot be read"
+_ASKS_FOR_ALL: Final = ("output_hidden_states", "output_attentions")
 
 FORMAT: Final = 1
 """Version of what is kept under a key; another one never finds it."""
@@ -55,6 +59,8 @@ class ModelPrefixes:
         layers = DynamicCache(config=text_config(engine.model)).layers
         if not all(is_dummy(layer) for index, layer in enumerate(layers) if index not in tiered):
             self._never = "a model with layers whose state is not in the blocks"
+        if rotates_by_length(engine.model):
+            self._never = "rotary embeddings that change with the length of a forward"
         # The last few sets of weights: adapters are switched to and fro.
         self._namespace_of = functools.lru_cache(maxsize=8)(self._make_namespace)
 
@@ -68,19 +74,22 @@ class ModelPrefixes:
         cache.content.end_ids = frozenset(ids)
         cache.content.answer_begins = call.prompt_tokens if call.mask is None else call.mask.shape[1]
 
-    def begin(self, call: "GenerateCall", cache: "TieredCache") -> None:
-        """Let an empty cache begin with what is known of the call's prompts."""
+    def begin(self, call: "GenerateCall", cache: "TieredCache", *, from_store: bool = True) -> None:
+        """Let an empty cache begin with what is known of the call's prompts; without ``from_store``, what memory knows."""
         prefix = self._engine.prefix
         if not prefix.on:
             return
         reason = self._why_not(call)
         prompts = None if reason or call.ids is None else self._prompts(call, call.ids)
-        if prompts is None:
-            prefix.refuse(call.batch, reason or "a mask with holes or padding on the right")
+        stamp = self._engine.weights.stamp()
+        namespace = None if prompts is None else self._namespace_of(stamp)
+        if prompts is None or namespace is None:
+            reason = reason or ("a mask with holes or padding on the right" if prompts is None else _UNREADABLE)
+            prefix.refuse(call.batch, reason)
             return
-        stamp = weights_stamp(self._engine.model)
+        limit = call.prompt_tokens - 1
         try:
-            keyed = prefix.reuse(cache.sequences, self._namespace_of(stamp), prompts, call.prompt_tokens - 1)
+            keyed = prefix.reuse(cache.sequences, namespace, prompts, limit, from_store=from_store)
         except StoreError as error:
             log.warning("a prompt is computed that the prefix store may hold: %s", error)
             return
@@ -99,7 +108,9 @@ class ModelPrefixes:
         prompts = self._prompts(call, call.ids)
         if prompts is None:
             return False
-        namespace = self._namespace_of(weights_stamp(self._engine.model))
+        namespace = self._namespace_of(self._engine.weights.stamp())
+        if namespace is None:
+            return False
         known = min(self._engine.prefix.known_places(namespace, prompts), call.prompt_tokens - 1)
         return known >= cache.sequences.length + self._engine.layout.block_size
 
@@ -117,7 +128,11 @@ class ModelPrefixes:
             return "a model in training"
         if "prepare_inputs_for_generation" in vars(model):
             return "inputs that somebody else prepares (soft prompts, for one)"
-        return ""
+        if call.arguments.get("custom_generate") is not None:
+            return "a loop of the caller's own, which may feed the whole prompt again"
+        if any(getattr(one, name, False) for one in (call.config, model.config) for name in _ASKS_FOR_ALL):
+            return "hidden states or attentions of the whole prompt, which were asked for"
+        return self._engine.weights.why_unknown()
 
     def _prompts(self, call: "GenerateCall", ids: torch.Tensor) -> list[Prompt] | None:
         """Return the rows, cut at their padding; None where a mask says anything but padding on the left."""
@@ -140,26 +155,30 @@ class ModelPrefixes:
             tokens: of each row that it computed.
             seconds: that it took.
         """
-        prefix, content, model = self._engine.prefix, cache.content, self._engine.model
-        if not prefix.on or self._never or model.training or not content.length:
+        prefix, content = self._engine.prefix, cache.content
+        if not prefix.on or self._never or not content.length:
             return
-        if tokens >= self._engine.layout.block_size:
+        if (
+            tokens >= self._engine.layout.block_size and self._engine.device.type == "cpu"
+        ):  # elsewhere this is not the time
             prefix.rates.computed(tokens * cache.sequences.rows, seconds)
-        if not content.keyed:
-            content.keyed = _open_rows(content)
+        content.keyed = content.keyed or _open_rows(content)
+        if self._engine.model.training or not self._engine.weights.unchanged_since(cache.weights):
+            for row in content.keyed:
+                row.close(content.length - tokens)
         if not any(prefix.is_due(row, content.length) for row in content.keyed):
             prefix.drain()
             return
-        if weights_stamp(model) != cache.weights:
+        namespace = self._namespace_of(cache.weights)
+        if namespace is None or self._engine.weights.why_unknown() or self._engine.weights.stamp() != cache.weights:
             for row in content.keyed:
-                row.closed = True
+                row.close(row.pad + len(row.keys) * self._engine.layout.block_size)
         try:
-            ends = self._ends(content)
-            prefix.publish(cache.sequences, self._namespace_of(cache.weights), content.keyed, ends, _ids_of(content))
+            prefix.publish(cache.sequences, namespace or b"", content.keyed, self._ends(content), _ids_of(content))
         except StoreError as error:
             log.warning("prefixes are not kept any more: %s", error)
             for row in content.keyed:
-                row.closed = True
+                row.close(0)
 
     def _ends(self, content: "CacheContent") -> list[int]:
         """Return per row the place up to which its KV is a function of its ids; close the rows that end there."""
@@ -169,7 +188,7 @@ class ModelPrefixes:
         ends = []
         for index, row in enumerate(content.keyed):
             begin = row.pad + len(row.keys) * size
-            end = begin if row.closed else known
+            end = known if row.closed_at is None else min(known, row.closed_at)
             if end > begin:
                 holes = (~content.mask[index, begin:end]).nonzero()
                 end = begin + int(holes[0]) if holes.numel() else end
@@ -178,22 +197,36 @@ class ModelPrefixes:
                     later = content.ids[index, first:end].tolist()
                     answered = [at for at, one in enumerate(later) if one in content.end_ids]
                     end = first + answered[0] + 1 if answered else end
-            row.closed = row.closed or end < content.length
+            if end < content.length:
+                row.close(end)
             ends.append(end)
         return ends
 
     # -- namespaces -----------------------------------------------------------------------------------------------
 
-    def _make_namespace(self, stamp: bytes) -> bytes:
-        """Return the digest of all that decides KV besides ids; where a store is, it gets the manifest too."""
+    def prepare(self, stamp: bytes) -> None:
+        """Work out the namespace of a stamp, outside of where an interrupt has to wait for it."""
+        if self._engine.prefix.on and not self._never:
+            self._namespace_of(stamp)
+
+    def _make_namespace(self, stamp: bytes) -> bytes | None:
+        """Return the digest of all that decides KV besides ids; where a store is, it gets the manifest too.
+
+        None where the weights cannot be read, so that nobody knows what they are.
+        """
         engine = self._engine
         store = engine.prefix.store
         if store is None:
             return hashlib.sha256(b"in this process" + stamp).digest()
         config, layout = text_config(engine.model), engine.layout
+        try:
+            fingerprint = engine.weights.fingerprint()
+        except (RuntimeError, NotImplementedError, TypeError) as error:
+            log.warning("prefixes of this model cannot be kept: %s", error)
+            return None
         parts: dict[str, Any] = {
             "format": FORMAT,
-            "weights": weights_fingerprint(engine.model),
+            "weights": fingerprint,
             "config": {name: value for name, value in config.to_dict().items() if name not in NO_SAY},
             "kv": {
                 "dtype": layout.dtype,
@@ -215,8 +248,16 @@ class ModelPrefixes:
                 "device": engine.device.type,
             },
         }
-        store.namespace(digest, manifest)
+        # Its own thread: the index may be locked by another process, or its disk not answer.
+        threading.Thread(target=_register, args=(store, digest, manifest), daemon=True, name="tierkv-manifest").start()
         return digest
+
+
+def _register(store: Any, digest: bytes, manifest: dict[str, Any]) -> None:
+    try:
+        store.namespace(digest, manifest)
+    except TierKVError as error:  # closed meanwhile, or no index to write to: it is only for people to read
+        log.debug("the manifest of a namespace was not written: %s", error)
 
 
 def _plain(value: Any) -> Any:
@@ -240,13 +281,13 @@ def _left_padding(mask: torch.Tensor) -> list[int] | None:
 
 
 def _open_rows(content: "CacheContent") -> list[KeyedRow]:
-    """Return rows without keys; closed are those whose padding is not all on the left."""
+    """Return rows without keys, once the first token of each was seen; nothing before that."""
     assert content.mask is not None
-    rows = content.mask.shape[0]
     if not content.padded:
-        return [KeyedRow() for _ in range(rows)]
-    first = [int(row.nonzero()[0]) if bool(row.any()) else content.length for row in content.mask]
-    return [KeyedRow(pad) for pad in first]
+        return [KeyedRow() for _ in range(content.mask.shape[0])]
+    if not bool(content.mask.any(dim=1).all()):
+        return []
+    return [KeyedRow(int(row.nonzero()[0])) for row in content.mask]
 
 
 def _ids_of(content: "CacheContent") -> Any:

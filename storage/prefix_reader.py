@@ -24,7 +24,7 @@ from tierkv.storage.reader_gate import Reader, ReaderGate
 
 T = TypeVar("T")
 
-_PREFETCH_BYTES: Final = 64 << 20
+_PREFETCH_BYTES: Final = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,6 +138,8 @@ def _close_open_stores() -> None:
 
 def _after_fork() -> None:
     """Close the lock files that a forked child has inherited: held there, they would outlive the parent."""
+    global _registry_lock  # noqa: PLW0603 - whoever holds the old one is not in the child
+    _registry_lock = threading.Lock()
     for store in _open_stores.values():
         store.let_go()
 

@@ -121,7 +121,7 @@ class PrefixStore(PrefixCare):
         return self._reader.read(found, token_ids, payload_bytes, use)
 
     def prefetch(self, found: Sequence[Found]) -> None:
-        """Ask the operating system to read the records of blocks ahead, up to 64 MiB. Never raises for what fails."""
+        """Ask the operating system to read the records of blocks ahead, up to 256 MiB. Never raises for what fails."""
         self.check_open()
         self._reader.prefetch(found)
 

@@ -18,6 +18,7 @@ from tierkv.errors import CapacityError, ClosedError, ConfigError
 from tierkv.geometry import PoolGeometry
 from tierkv.layout import BlockLayout
 from tierkv.storage.base import BlockStore
+from tierkv.storage.page_faults import fault_in
 from tierkv.tier import Tier
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class SlabStore(BlockStore):
         self.num_slots = self.geometry.num_slots()
         self.usable_slots = self.num_slots
         self._scratch_tokens = 0
+        self._faulted_in: set[int] = set()
         self._closed = False
         self._locks: list[weakref.finalize[[int], SlabStore]] = []
         self._dtype: torch.dtype = getattr(torch, layout.dtype)
@@ -156,6 +158,21 @@ class SlabStore(BlockStore):
         self._check_slots(slot, 1)
         segment, at = divmod(slot, self.slots_per_segment)
         return [pool[segment, :, :, at] for pools in self._pools for pool in pools]
+
+    def fault_in(self, slot: int) -> None:
+        """Have the operating system hand out the memory of a slot's segment at once, which is faster than page by page.
+
+        For whoever is about to fill whole segments of plain memory; does nothing for a segment that it was done for, or
+        where the system cannot. Any thread.
+        """
+        segment = slot // self.slots_per_segment
+        if segment in self._faulted_in or not self.on_cpu or self.pinned:
+            return
+        self._faulted_in.add(segment)
+        for pools in self._pools:
+            for pool in pools:
+                one = pool[segment]
+                fault_in(one.data_ptr(), one.nbytes)
 
     @property
     def on_cpu(self) -> bool:

@@ -98,6 +98,7 @@ class Engine:
         self._caches: weakref.WeakSet[SequenceBatch] = weakref.WeakSet()
         self._promises = Promises()
         self._orphans: deque[tuple[list[BlockTable], Step | None, list[Ticket]]] = deque()
+        self._abandoned: list[tuple[list[BlockTable], Step, list[Ticket]]] = []
         self._counts: dict[str, Any] = {field.name: 0 for field in fields(Counters)}
         readers = max(1, config.disk.readers)
         self.transfers = transfers or make_transfers(device, readers)
@@ -178,17 +179,21 @@ class Engine:
                 self._divide(plan)
             self._promises.give(batch, Promise(blocks, 0 if paged else rows * tokens))
 
-    def end_call(self, batch: SequenceBatch) -> None:
+    def end_call(self, batch: RowTables) -> None:
         """A call is over: what was set aside for it is free for others again, and so is the place of its blocks."""
-        if self._promises.end(batch) and not self.closed:
-            with self.exclusive():
+        if self.closed:
+            return
+        with self.exclusive(), deferred_interrupt():
+            if self._promises.end(batch):
                 self.manager.rest(batch.tables)
 
     def close(self) -> None:
         """End the workers, give back all memory and remove the spill files. Idempotent; safe after an interrupt."""
-        if not self._closed and os.getpid() == self._pid:
-            self.prefix.close()
-        self._closed = True
+        try:
+            if not self._closed and os.getpid() == self._pid:
+                self.prefix.close()
+        finally:
+            self._closed = True
         _close_parts(self.transfers, self.stores, self._pid)
         self._finalizer.detach()  # only now: an interrupted close is finished by the next one
 
@@ -298,11 +303,16 @@ class Engine:
     def block_lost(self) -> None:
         """A live block cannot be read back. Others may share it: nobody else shall find it, nor what lies beside it."""
         self.count(blocks_lost=1)
-        self.manager.disown_shared()
+        with deferred_interrupt():
+            self.manager.disown_shared()
 
     def orphan(self, tables: "list[BlockTable]", step: Step | None, writes: list[Ticket]) -> None:
         """Take over the tables of a collected cache. Called by the garbage collector, from any thread at any time."""
         self._orphans.append((tables, step, writes))
+
+    def abandon(self, tables: "list[BlockTable]", step: Step, writes: list[Ticket]) -> None:
+        """Take over rows into which copies are under way that nobody waits for any more."""
+        self._abandoned.append((tables, step, writes))
 
     # -- internals ------------------------------------------------------------------------------------------------
 
@@ -321,6 +331,11 @@ class Engine:
 
     def _adopt_orphans(self) -> None:
         with deferred_interrupt():
+            for rows in [one for one in self._abandoned if all(map(self.transfers.is_done, one[2]))]:
+                self._abandoned.remove(rows)
+                self.manager.rollback(rows[1])
+                for table in rows[0]:
+                    self.manager.release(table)
             while self._orphans:
                 tables, step, writes = self._orphans[0]
                 if step is not None:

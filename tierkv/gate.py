@@ -30,6 +30,11 @@ class ForwardGate:
         """Whether this thread is inside."""
         return self._owner == threading.get_ident()
 
+    @property
+    def is_free(self) -> bool:
+        """Whether nobody was inside a moment ago."""
+        return self._owner is None
+
     def enter(self) -> None:
         """Wait until no other thread is inside. Whoever was outside before must ``leave``, whatever happens.
 

@@ -9,16 +9,19 @@ what its worst row has. That fewer tokens were really computed shows in the mode
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from tierkv.errors import CapacityError
+from tierkv.errors import CapacityError, TierKVError, TransferTimeout
+from tierkv.interrupts import deferred_interrupt
 from tierkv.keys import chain_keys
 from tierkv.metrics import PrefixStats
 from tierkv.payload import WHOLE, Piece
 from tierkv.prefix_fill import RowFiller
 from tierkv.prefix_rates import Rates
 from tierkv.prefix_rows import KeyedRow, Match, Prompt
+from tierkv.rows import RESTORE_SECONDS
 
 if TYPE_CHECKING:
     from tierkv.block_table import BlockTable
@@ -27,6 +30,10 @@ if TYPE_CHECKING:
     from tierkv.prefix_offers import PrefixOffers
     from tierkv.sequences import SequenceBatch
     from tierkv.storage.prefix_store import Found, PrefixStore
+
+
+_KNEE_TOKENS: Final = 8192
+"""Position at which computing a token costs about twice what it costs at the start; for the cost rule."""
 
 
 class PrefixCache:
@@ -45,8 +52,6 @@ class PrefixCache:
         self.store = store
         self.rates = Rates()
         self.stats_so_far = PrefixStats()
-        self.knee_tokens = 8192
-        """Position at which computing a token costs twice what it costs at the start; for the cost rule."""
         self._filler = RowFiller(engine, store, self._restored)
         self._offers: PrefixOffers | None = None
         if store is not None:
@@ -72,7 +77,15 @@ class PrefixCache:
 
     # -- before a prefill -----------------------------------------------------------------------------------------
 
-    def reuse(self, batch: "SequenceBatch", namespace: bytes, prompts: Sequence[Prompt], limit: int) -> list[KeyedRow]:
+    def reuse(
+        self,
+        batch: "SequenceBatch",
+        namespace: bytes,
+        prompts: Sequence[Prompt],
+        limit: int,
+        *,
+        from_store: bool = True,
+    ) -> list[KeyedRow]:
         """Begin an empty batch with what is known of its prompts.
 
         Args:
@@ -80,13 +93,14 @@ class PrefixCache:
             namespace: digest of all that decides KV besides the ids.
             prompts: in padded places all are equally long.
             limit: places that may be filled; one token at least must be left to compute.
+            from_store: read what memory does not hold.
 
         Returns:
             The rows with what they have keys for; empty where nothing could be used.
         """
         with self._engine.exclusive():
             matches = [self._match(namespace, prompt) for prompt in prompts]
-            matches = self._worth_loading(matches)
+            matches = self._worth_loading(matches) if from_store else [replace(m, found=[]) for m in matches]
             size = self._engine.layout.block_size
             places = [m.prompt.pad + (m.in_memory + len(m.found)) * size for m in matches]
             self.count(
@@ -102,6 +116,12 @@ class PrefixCache:
                 return self._build(batch, matches, target)
             except CapacityError:
                 batch.reset()  # what the tiers cannot hold now, they can hold block by block during the prefill
+                return []
+            except TransferTimeout:
+                # The store's disk does not answer. What is in flight keeps its places until it ends; we compute.
+                self.count(failed_restores=1)
+                self.rates.loaded(1, RESTORE_SECONDS)
+                batch.abandon()
                 return []
             except BaseException:
                 batch.reset()
@@ -206,9 +226,10 @@ class PrefixCache:
     def is_due(self, keyed: KeyedRow, length: int) -> bool:
         """Whether ``publish`` has anything to do for a row of a cache of ``length`` places. Cheap."""
         size = self._engine.layout.block_size
-        full = (length - keyed.pad) // size
+        end = length if keyed.closed_at is None else min(length, keyed.closed_at)
+        full = (end - keyed.pad) // size
         kept = self._offers is not None and full > keyed.stored and full * size >= self._config.min_tokens
-        return not keyed.closed and (full > len(keyed.keys) or kept)
+        return full > len(keyed.keys) or kept
 
     def drain(self) -> None:
         """Hand over to the store what it has room for now."""
@@ -222,7 +243,8 @@ class PrefixCache:
         for number, index in enumerate(blocks if self._config.share and not rest else ()):
             key, parent = keyed.keys[index], keyed.keys[index - 1] if index else None
             own = ids[number * size : (number + 1) * size]
-            self._engine.manager.publish(table, first + index, key, own, parent, self._cost(index))
+            with deferred_interrupt():
+                self._engine.manager.publish(table, first + index, key, own, parent, self._cost(index))
 
     def _pieces(self, table: "BlockTable", begin: int) -> list[Piece]:
         """Return where the tokens of one key lie in a row, whose padding may have shifted them."""
@@ -237,13 +259,13 @@ class PrefixCache:
 
     def _cost(self, index: int) -> float:
         size = self._engine.layout.block_size
-        return size * (1 + index * size / self.knee_tokens)
+        return size * (1 + index * size / _KNEE_TOKENS)
 
     # -- the whole ------------------------------------------------------------------------------------------------
 
     def forget(self) -> None:
         """Forget everything that memory keeps; blocks in use stay with their sequences. The store is not touched."""
-        with self._engine.exclusive():
+        with self._engine.exclusive(), deferred_interrupt():
             self._engine.manager.disown_shared()
 
     def stats(self) -> PrefixStats:
@@ -263,6 +285,7 @@ class PrefixCache:
 
     def close(self) -> None:
         """Hand over what waits to be written, for a bounded time."""
-        if self._offers is not None and self._offers.waiting:
-            with self._engine.gate.exclusive():
+        gate = self._engine.gate
+        if self._offers is not None and self._offers.waiting and (gate.mine or gate.is_free):
+            with gate.exclusive(), suppress(TierKVError):  # the store may be closed already, at the interpreter's end
                 self._offers.drain(wait_seconds=5.0)

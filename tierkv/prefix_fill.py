@@ -8,6 +8,7 @@ import time
 from typing import TYPE_CHECKING, Protocol
 
 from tierkv.errors import RecordError
+from tierkv.interrupts import deferred_interrupt
 from tierkv.payload import block_views, empty_views, unpack
 from tierkv.prefix_rows import Match
 from tierkv.tier import Tier, Wire
@@ -62,13 +63,16 @@ class RowFiller:
     def _build_shifted(self, batch: "SequenceBatch", row: int, match: Match, target: int) -> int:
         """Its blocks lie across those of the prompt: bytes are copied. What memory holds is held on to meanwhile."""
         manager = self._engine.manager
-        held = manager.open()
+        with deferred_interrupt():
+            held = self._engine.open()  # a batch of its own: whatever happens, its blocks are given back with it
+            held.tables = [manager.open()]
+            found = manager.share(held.tables[0], match.keys[: match.in_memory], match.prompt.ids)
         try:
-            if manager.share(held, match.keys[: match.in_memory], match.prompt.ids) < match.in_memory:
+            if found < match.in_memory:
                 target = min(target, match.prompt.pad + held.length)  # some have gone since they were matched
-            return self._load(batch, row, match, dict(enumerate(held.blocks)), 0, target)
+            return self._load(batch, row, match, dict(enumerate(held.tables[0].blocks)), 0, target)
         finally:
-            manager.release(held)
+            held.release()
 
     def _load(
         self, batch: "SequenceBatch", row: int, match: Match, held: "dict[int, Block]", begin: int, count: int
@@ -98,7 +102,11 @@ class RowFiller:
         end = min(size, stop - index * size)
 
         def load() -> None:
-            views = empty_views(layout) if tier is Tier.DISK else stores.slab(tier).block_views(slot)
+            if tier is Tier.DISK:
+                views = empty_views(layout)
+            else:
+                stores.slab(tier).fault_in(slot)
+                views = stores.slab(tier).block_views(slot)
             if first < 0:
                 for view in views:
                     view[:, :, : min(size, -first)].zero_()  # padding is masked, but 0 times NaN is NaN

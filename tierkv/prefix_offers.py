@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from tierkv.stores import Stores
 
 _POLL_SECONDS: Final = 0.002
+_MOST_WAITING: Final = 65536
+"""Blocks that wait at most; a store that takes none for so long does not get the oldest any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,10 @@ class PrefixOffers:
             block_ids = tuple(ids[number * size : (number + 1) * size])
             where = pieces[number]
             if len(where) == 1 and where[0].into == WHOLE:
+                where[0].block.sealed = True  # it waits: whoever crops into it gets a copy to write to
+                if len(self._backlog) == _MOST_WAITING:
+                    self._backlog.popleft()
+                    self.shed += 1
                 self._backlog.append(_Waiting(namespace, keys[index], parent, block_ids, costs[number], where[0]))
             else:  # a row that is shifted by its padding: its last block is still written to, so now or never
                 self._put(namespace, Block(keys[index], parent, block_ids, (), costs[number]), where)

@@ -24,18 +24,24 @@ class KeyedRow:
         pad: places before its first token.
         keys: of its full blocks, counted from its first token.
         stored: how many of them the store has or was offered.
-        closed: nothing that follows can have a key: it is not a function of the ids alone.
+        closed_at: place from which nothing can have a key, because it is no function of the ids alone; None: none is known.
     """
 
     pad: int = 0
     keys: list[bytes] = field(default_factory=list)
     stored: int = 0
-    closed: bool = False
+    closed_at: int | None = None
 
     def crop(self, length: int, block_size: int) -> None:
         """Keep what ``length`` places, padding included, have keys for."""
         del self.keys[max(0, length - self.pad) // block_size :]
         self.stored = min(self.stored, len(self.keys))
+        if self.closed_at is not None and self.closed_at >= length:
+            self.closed_at = None
+
+    def close(self, place: int) -> None:
+        """Nothing from ``place`` on can have a key."""
+        self.closed_at = place if self.closed_at is None else min(self.closed_at, place)
 
     def copy(self) -> "KeyedRow":
         """Return an independent copy."""

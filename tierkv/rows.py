@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from tierkv.errors import ClosedError, StoreError, TransferTimeout, UnsafeCall
 from tierkv.interrupts import deferred_interrupt
@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from tierkv.moves import Step
     from tierkv.sequences import SequenceBatch
     from tierkv.transfer import Copy, Ticket
+
+
+RESTORE_SECONDS: Final = 20.0
+"""The bounded wait for bytes that could be computed as well."""
 
 
 class RowTables(ABC):
@@ -120,6 +124,7 @@ class RowTables(ABC):
         if not self._released:
             self.reset()
             self._released = True
+            self.engine.end_call(self)
 
     # -- rows that begin with what is known already ---------------------------------------------------------------
 
@@ -147,6 +152,7 @@ class RowTables(ABC):
 
         Raises:
             CapacityError: the tiers cannot hold them; nothing changed.
+            TransferTimeout: a copy did not end; ``abandon`` is all that is left to do.
         """
         engine, table = self.engine, self.tables[row]
         with engine.exclusive():
@@ -160,7 +166,7 @@ class RowTables(ABC):
                     self._writes.append(engine.transfers.submit([copy]))
                     engine.count_copies([copy])
             for ticket in self._writes:
-                engine.transfers.settle(ticket)
+                engine.transfers.settle(ticket, RESTORE_SECONDS)
             for ticket in self._writes:
                 if ticket.error is not None:
                     if not isinstance(ticket.error, StoreError | TransferTimeout):
@@ -174,6 +180,13 @@ class RowTables(ABC):
                 filled = min(count, max(0, (start // size + good) * size - start))
                 engine.manager.crop(table, start + filled)
             return filled
+
+    def abandon(self) -> None:
+        """Be empty, although copies into the rows are under way: their places are given back when they have ended."""
+        with self.engine.exclusive(), deferred_interrupt():
+            if self.step is not None:
+                self.engine.abandon(self.tables, self.step, self._writes)
+            self.tables, self.step, self._writes = [], None, []
 
     def crop_rows(self, length: int) -> None:
         """Keep the first ``length`` tokens of rows that may be of different lengths."""

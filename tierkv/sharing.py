@@ -14,6 +14,9 @@ from tierkv.eviction import make_policy
 from tierkv.eviction_ledger import Entry, MemoryLedger
 from tierkv.tier import Tier
 
+_SIZE = 1 << 20
+"""All blocks of an engine are of one size, and any will do; rules weigh costs against bytes, so it is a likely one."""
+
 
 class SharedBlocks:
     """An index of blocks by key. ``find`` never returns a block whose bytes are not all there."""
@@ -72,7 +75,7 @@ class SharedBlocks:
             raise ValueError("a key names one block, and a block in use has one key")
         block.key, block.sealed = key, True
         self._blocks[key], self._ids[key] = block, tuple(ids)
-        self._policy.insert(self._ledger, Entry(key, parent, 1, cost))
+        self._policy.insert(self._ledger, Entry(key, parent, _SIZE, cost))
 
     def use(self, block: Block) -> None:
         """Give a block to one more sequence. Of a sequence, the last block comes first."""

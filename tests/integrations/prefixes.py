@@ -15,7 +15,12 @@ BLOCK = 16
 def fed(model: Any) -> Iterator[list[int]]:
     """Count the tokens that reach the model's embedding, forward by forward, summed over rows."""
     counts: list[int] = []
-    handle = model.get_input_embeddings().register_forward_pre_hook(lambda _, args: counts.append(args[0].numel()))
+
+    def count(_, args):
+        counts.append(args[0].numel())
+
+    count.tierkv_observes = True  # type: ignore[attr-defined]
+    handle = model.get_input_embeddings().register_forward_pre_hook(count)
     try:
         yield counts
     finally:

@@ -9,7 +9,7 @@ import transformers as tf
 import tierkv
 from tests.integrations.conftest import COMMON, build
 from tests.integrations.prefixes import GREEDY, first_forward, roomy
-from tierkv.integrations.hf_weights import weights_fingerprint, weights_stamp
+from tierkv.integrations.hf_weights import ModelWeights
 from tierkv.keys import chain_keys, namespace_digest
 
 
@@ -22,7 +22,7 @@ def model():
 def digest_of(model, path, block_size=16, **prefix):
     settings = roomy(path, persist=True, **prefix) | {"block_size": block_size}
     with tierkv.attach(model, settings) as engine:
-        return engine._prefixes._namespace_of(weights_stamp(model))
+        return engine._prefixes._namespace_of(engine.weights.stamp())
 
 
 class Adapted(torch.nn.Module):
@@ -72,9 +72,9 @@ def test_other_weights_are_another_model(lab, model, tmp_path, change):
     with tierkv.attach(model, roomy(tmp_path, persist=True)):
         first_forward(model, batch)
         assert first_forward(model, batch)[1] == 5
-        before = weights_fingerprint(model)
+        before = ModelWeights(model).fingerprint()
         change(model)
-        assert weights_fingerprint(model) != before
+        assert ModelWeights(model).fingerprint() != before
         out, computed = first_forward(model, batch)
         assert computed == 101
         assert torch.equal(out, lab.stock(model, **batch, **GREEDY))
@@ -104,7 +104,7 @@ def test_a_renamed_adapter_is_another_one(model):
     for name in ("english", "french"):
         torch.manual_seed(1)
         model.model.layers[0].self_attn.v_proj = Adapted(linear, name)
-        found.add(weights_fingerprint(model))
+        found.add(ModelWeights(model).fingerprint())
     assert len(found) == 2
 
 

@@ -93,7 +93,9 @@ def test_a_block_that_cannot_be_read_ends_the_restore_there(lab, tiny_model, tmp
             return whole(found, *args)
 
         whole = store.read
-        keys = [one.key for one in store.match(engine._prefixes._namespace_of(stamp_of(model)), chain(engine, batch))]
+        keys = [
+            one.key for one in store.match(engine._prefixes._namespace_of(engine.weights.stamp()), chain(engine, batch))
+        ]
         third = keys[2]
         monkeypatch.setattr(type(store), "read", lambda self, found, *args: read(found, *args))
         whole = whole.__get__(store) if not hasattr(whole, "__self__") else whole
@@ -105,16 +107,10 @@ def test_a_block_that_cannot_be_read_ends_the_restore_there(lab, tiny_model, tmp
         assert len(reads) == 6  # all were in flight together, and none was tried twice
 
 
-def stamp_of(model):
-    from tierkv.integrations.hf_weights import weights_stamp
-
-    return weights_stamp(model)
-
-
 def chain(engine, batch):
     from tierkv.keys import chain_keys
 
-    namespace = engine._prefixes._namespace_of(stamp_of(engine.model))
+    namespace = engine._prefixes._namespace_of(engine.weights.stamp())
     return chain_keys(namespace, batch["input_ids"][0].tolist(), engine.layout.block_size)
 
 

@@ -111,8 +111,8 @@ def test_rotations_that_depend_on_the_length_of_a_forward(lab, tmp_path, rope):
     model = tf.AutoModelForCausalLM.from_config(config).eval()
     model.generation_config = tf.GenerationConfig(pad_token_id=0, eos_token_id=None)
     with tierkv.attach(model, roomy(tmp_path)) as engine:
+        batch = lab.prompt(tokens=150)
         for tokens in (150, 120, 50):
-            batch = lab.prompt(tokens=150)
             model.generate(**{name: one[:, :tokens] for name, one in batch.items()}, **GREEDY)
         prefix = engine.stats().prefix
         assert (prefix.used_tokens, prefix.named_blocks, prefix.uncacheable_rows) == (0, 0, 3)
@@ -204,7 +204,8 @@ def test_an_interrupt_inside_the_index_of_shared_blocks(lab, tiny_model, tmp_pat
         engine.stores.prefix.flush(10)
         engine.forget_prefixes()
         shared = type(engine.manager.shared)
-        whole, raised = getattr(shared, method), []
+        whole = getattr(shared, method)
+        raised: list[int] = []
 
         def interrupted(self, *args):
             if not raised:

@@ -33,6 +33,7 @@ LAYERS = (
         "new_tokens",
         "rows",
         "promises",
+        "orphans",
         "sequences",
         "payload",
         "prefix",

@@ -9,7 +9,6 @@ One forward reads like this (``SequenceBatch.append`` in ``tierkv.sequences`` wa
 
 import os
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -28,6 +27,7 @@ from tierkv.manager import TierManager
 from tierkv.metrics import Counters, Stats
 from tierkv.mover import Mover
 from tierkv.moves import Step
+from tierkv.orphans import Orphans
 from tierkv.paged import PagedReader
 from tierkv.placement import Keep
 from tierkv.prefetch import LayerReader
@@ -97,8 +97,6 @@ class Engine:
         self._closed = False
         self._caches: weakref.WeakSet[SequenceBatch] = weakref.WeakSet()
         self._promises = Promises()
-        self._orphans: deque[tuple[list[BlockTable], Step | None, list[Ticket]]] = deque()
-        self._abandoned: list[tuple[list[BlockTable], Step, list[Ticket]]] = []
         self._counts: dict[str, Any] = {field.name: 0 for field in fields(Counters)}
         readers = max(1, config.disk.readers)
         self.transfers = transfers or make_transfers(device, readers)
@@ -125,6 +123,7 @@ class Engine:
             eviction=config.prefix.eviction,
         )
         self._mover = Mover(self.manager, self.stores, self.transfers, self.count_copies, self.disk_failed)
+        self._orphans = Orphans(self.manager, self.transfers, self.end_reads)
         self.usage = Usage(self.stores, self.manager, self.scratch)
         self.prefix = PrefixCache(self, config.prefix, self.stores.prefix)
 
@@ -227,7 +226,7 @@ class Engine:
     def exclusive(self) -> Iterator[None]:
         """Keep other threads out of the tiers while the block runs."""
         with self.gate.exclusive():
-            self._adopt_orphans()
+            self._orphans.adopt()
             yield
 
     def begin_step(self, batch: SequenceBatch, count: int, first_seen: Sequence[int] | None) -> None:
@@ -246,7 +245,7 @@ class Engine:
             BlockLost: a last block that must be copied cannot be read.
             TransferTimeout: a copy that must end first did not.
         """
-        self._adopt_orphans()  # their room is wanted, and a torn one's fetches must end before others begin
+        self._orphans.adopt()  # their room is wanted, and a torn one's fetches must end before others begin
         length = batch.length + count
         too_few_slots = self.manager.pools[Tier.DEVICE].num_slots < self.capacity.least_slots(batch.rows)
         paged = first_seen is not None
@@ -264,7 +263,7 @@ class Engine:
 
     def begin_fill(self, rows: RowTables, table: "BlockTable", count: int) -> None:
         """Give ``count`` tokens of one row a home, for bytes that no forward computes; see ``begin_step``."""
-        self._adopt_orphans()
+        self._orphans.adopt()
         self._place(rows, [table], count, lambda _: None)
 
     def end_reads(self, step: Step) -> None:
@@ -308,11 +307,11 @@ class Engine:
 
     def orphan(self, tables: "list[BlockTable]", step: Step | None, writes: list[Ticket]) -> None:
         """Take over the tables of a collected cache. Called by the garbage collector, from any thread at any time."""
-        self._orphans.append((tables, step, writes))
+        self._orphans.collected((tables, step, writes))
 
     def abandon(self, tables: "list[BlockTable]", step: Step, writes: list[Ticket]) -> None:
         """Take over rows into which copies are under way that nobody waits for any more."""
-        self._abandoned.append((tables, step, writes))
+        self._orphans.abandoned((tables, step, writes))
 
     # -- internals ------------------------------------------------------------------------------------------------
 
@@ -328,25 +327,6 @@ class Engine:
 
     def _live_blocks(self) -> int:
         return sum(primary for primary, _ in self.manager.census().values()) - self.manager.shared.num_unused
-
-    def _adopt_orphans(self) -> None:
-        with deferred_interrupt():
-            for rows in [one for one in self._abandoned if all(map(self.transfers.is_done, one[2]))]:
-                self._abandoned.remove(rows)
-                self.manager.rollback(rows[1])
-                for table in rows[0]:
-                    self.manager.release(table)
-            while self._orphans:
-                tables, step, writes = self._orphans[0]
-                if step is not None:
-                    for ticket in writes:
-                        self.transfers.settle(ticket)
-                    self.end_reads(step)
-                self._orphans.popleft()
-                if step is not None:
-                    self.manager.rollback(step)
-                for table in tables:
-                    self.manager.release(table)
 
     def _place(
         self, rows: RowTables, tables: "Sequence[BlockTable]", count: int, begin_reads: Callable[[Step], None]

@@ -65,3 +65,20 @@ def start(clean_environment: Path) -> Callable[..., subprocess.Popen[str]]:
         )  # fmt: skip
 
     return run
+
+
+@pytest.fixture
+def kept(clean_environment: Path) -> Path:
+    """A store with two namespaces: chains of 5 and 2 blocks that share one, and one of 3 blocks."""
+    from tests.cli.stores import MANIFEST, branch
+    from tests.storage.prefixes import NAMESPACE, OTHER, chain, keys_of, prefixes, put_all
+
+    with prefixes(clean_environment) as store:
+        store.namespace(NAMESPACE, MANIFEST)
+        put_all(store, chain(1, 5))
+        put_all(store, [chain(1, 1)[0], branch()])
+        put_all(store, chain(2, 3, 8000, OTHER), OTHER)
+        store.touch(keys_of(chain(1, 5)))
+        store.pin(keys_of(chain(2, 3, 8000, OTHER)), None)
+        assert store.flush(10)
+    return clean_environment

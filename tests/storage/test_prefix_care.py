@@ -25,12 +25,6 @@ from tierkv.errors import StoreError
 from tierkv.storage.prefix_store import Block
 
 
-@pytest.fixture
-def store(tmp_path):
-    with prefixes(tmp_path) as store:
-        yield store
-
-
 def test_ls(store):
     assert store.ls() == []
     store.namespace(NAMESPACE, {"model": "one", "dtype": "bf16"})

@@ -270,3 +270,24 @@ def test_a_disk_that_refuses_an_import_is_a_failure(cli, kept, tmp_path, monkeyp
     result = cli("store", "import", file)
     assert (result.exit_code, result.stdout) == (1, "")
     assert "could not all be written" in result.stderr
+
+
+# -- pin and unpin --------------------------------------------------------------------------------------------------------
+
+
+def test_pin_and_unpin(cli, kept):
+    leaf = chain(1, 5)[-1].key.hex()
+
+    def pinned():
+        leaves = one_object(cli("store", "ls", "--blocks", "--json").stdout)["leaves"]
+        return next(one["pinned"] for one in leaves if one["key"] == leaf)
+
+    assert not pinned()
+    found = one_object(cli("store", "pin", leaf[:12], "--for", "2h", "--json").stdout)
+    assert (found["key"], found["tokens"], found["pinned"], found["seconds"]) == (leaf, 20, True, 7200.0)
+    assert pinned()
+    assert one_object(cli("store", "gc", "--budget", "1", "--json").stdout)["blocks"] >= 5
+    assert "may be evicted again" in cli("store", "unpin", leaf[:12]).stdout
+    assert not pinned()
+    assert_one_line_error(cli("store", "pin", "zz"), "'zz'", "hexadecimal")
+    assert_one_line_error(cli("store", "pin", leaf[:12], "--for", "soon"), "--for", "'soon'")

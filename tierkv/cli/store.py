@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tierkv.cli import store_change
+from tierkv.cli import store_change, store_pin
 from tierkv.cli.console import Failed, print_json, reserve_stdout
 from tierkv.cli.progress import Progress
 from tierkv.cli.store_open import (
@@ -251,3 +251,5 @@ app.command("gc", epilog=store_change.GC_EPILOG)(store_change.gc)
 app.command("clear", epilog=store_change.CLEAR_EPILOG)(store_change.clear)
 app.command("export", epilog=store_change.EXPORT_EPILOG)(store_change.export)
 app.command("import", epilog=store_change.IMPORT_EPILOG)(store_change.import_)
+app.command("pin", epilog=store_pin.PIN_EPILOG)(store_pin.pin)
+app.command("unpin", epilog=store_pin.UNPIN_EPILOG)(store_pin.unpin)

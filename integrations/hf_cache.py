@@ -354,9 +354,11 @@ class TieredCache(DynamicCache):
             yield
 
     def _settle(self) -> None:
-        """Forget a forward whose end nobody reported."""
+        """Forget a forward whose end nobody reported, and what a torn restore has left."""
         if self._open is not None:
             self.end_forward(completed=False)
+        elif self.sequences.length != self.content.length:
+            self._clear()
 
     def _check_watched(self) -> ForwardInputs:
         self.engine.check_open()

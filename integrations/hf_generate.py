@@ -127,6 +127,7 @@ class ModelEngine(Engine):
             )
         return TieredCache(self, text_config(self.model), self._prefixes.publish)
 
+    @torch.compiler.disable  # called from inside a forward, which somebody may have compiled
     def look_at_weights(self) -> bytes:
         """Return the stamp of the weights as they are now, for a cache that is about to be filled."""
         stamp = self.weights.stamp()

@@ -325,6 +325,8 @@ def _open_environment(path: Path, capacity_bytes: int, *, durable: bool, readers
         needed_bytes = (environment.info()["last_pgno"] + 1) * environment.stat()["psize"]
     except (lmdb.Error, OSError) as error:
         raise StoreError(f"cannot open the store {path}: {error}") from error
+    except UnicodeEncodeError as error:
+        raise StoreError(f"the path {str(path)!a} is not UTF-8, which LMDB needs; give another") from error
     if found_bytes and needed_bytes > found_bytes:
         # Reading beyond the end of a mapped file kills the process (SIGBUS).
         environment.close()

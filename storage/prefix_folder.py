@@ -72,6 +72,11 @@ class PrefixFolder:
             StoreError: the directory cannot be used, is none of ours, or others were opening it for ``wait_seconds``.
         """
         try:
+            str(self.path).encode()
+        except UnicodeEncodeError:
+            raise StoreError(f"the path {str(self.path)!a} is not UTF-8, which LMDB needs; give another") from None
+        try:
+            self._check_files()
             self._check_format()  # first without a lock: no byte of a newer store may change
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             descriptor = _open_lock(self.path / "opening.lock")
@@ -241,6 +246,16 @@ class PrefixFolder:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         finally:
             os.close(descriptor)
+
+    def _check_files(self) -> None:
+        """Raise unless all that is there is of the kind that it should be: opening a pipe, for one, would hang."""
+        files = [*(self.path / name for name in (*_OWN_NAMES, "index.digest")), *self.path.glob("slab-*.bin")]
+        files += [self.index_path / name for name in ("data.mdb", "lock.mdb")]
+        for path in files:
+            if path.is_symlink() or (path.exists() and not path.is_file()):
+                raise StoreError(
+                    f"{path} is no regular file, so this is no sound prefix store; delete it, or the folder"
+                )
 
     def _moved_aside(self) -> list[Path]:
         return sorted(self.path.glob("index.damaged-*"))

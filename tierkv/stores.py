@@ -29,6 +29,9 @@ log = logging.getLogger(__name__)
 BOUNCE_BLOCKS = 4
 """Whole blocks on their way between a GPU and the disk at one time: enough to keep a drive busy."""
 
+MIN_PREFIX_BYTES = 4 << 20
+"""The least that a prefix store can be given (``storage.prefix_open.MIN_CAPACITY_BYTES``, which loads LMDB)."""
+
 DISK_RUN = 16
 """Records that one read call fetches; on disk every slice is a record of its own, so this only bounds the call."""
 
@@ -74,6 +77,11 @@ class Stores:
             raise ConfigError(
                 "prefix.persist = true keeps prefixes on disk, and there is no room there: give disk.capacity some, or set "
                 "prefix.persist = false"
+            )
+        if config.prefix.persist and disk_on and budgets.disk < 2 * MIN_PREFIX_BYTES:
+            raise ConfigError(
+                f"disk.capacity = {budgets.disk:,} bytes is too small for prefix.persist = true, which takes half of it and needs "
+                f"{MIN_PREFIX_BYTES:,} bytes; give disk.capacity at least {2 * MIN_PREFIX_BYTES:,} bytes"
             )
         least_queue = _least_queue(layout, config) if disk_on else 0
         if least_queue > budgets.write_queue and disk_on:

@@ -1,6 +1,7 @@
 """``tierkv bench replay``: what is refused, what is printed, and how it ends."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -126,3 +127,26 @@ def test_a_signal_ends_it_with_one_line(start, number, code, word):
     assert process.stderr.readline().startswith("making up chat: ")
     process.send_signal(getattr(signal, number))
     assert finish(process) == (code, "", f"{word}\n")
+
+
+def test_a_record_goes_nowhere_it_could_harm(cli, tmp_path):
+    trace, link, pipe = tmp_path / "t.jsonl", tmp_path / "link.json", tmp_path / "pipe"
+    trace.write_text('{"timestamp": 0, "input_length": 512, "output_length": 1, "hash_ids": [1]}\n' * 3)
+    os.mkfifo(pipe)
+    target = tmp_path / "target.json"
+    target.write_text("old")
+    link.symlink_to(target)
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    odd = os.fsdecode(os.fsencode(tmp_path) + b"/s\xff.json")
+    for save, said in [
+        (trace, "the trace itself"),
+        (pipe, "no regular file"),
+        (loop, "circles"),
+        (odd, "UTF-8"),
+        ("", "empty"),
+    ]:
+        assert_one_line_error(cli("bench", "replay", str(trace), "--save", str(save)), said)
+    assert cli("bench", "replay", str(trace), "--save", str(link)).exit_code == 0
+    assert link.is_symlink()
+    assert '"rows"' in target.read_text()

@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 
 from tests.cli.commands import assert_one_line_error, finish, one_object
-from tests.cli.stores import MANIFEST, ROOT, damage, flip
+from tests.cli.stores import MANIFEST, ROOT, damage, flip, snapshot
 from tests.storage.prefixes import (
     MIB,
     NAMESPACE,
@@ -291,3 +291,12 @@ def test_pin_and_unpin(cli, kept):
     assert not pinned()
     assert_one_line_error(cli("store", "pin", "zz"), "'zz'", "hexadecimal")
     assert_one_line_error(cli("store", "pin", leaf[:12], "--for", "soon"), "--for", "'soon'")
+
+
+def test_an_export_does_not_go_into_the_store_itself(cli, kept):
+    before = snapshot(kept)
+    leaf = chain(1, 5)[-1].key.hex()
+    for name in ("format.json", "index/data.mdb", "new"):
+        assert_one_line_error(cli("store", "export", leaf, kept / "prefix" / name), "in the store itself")
+    assert {path: content for path, content in snapshot(kept).items() if path in before and path.suffix == ".json"}
+    assert one_object(cli("store", "verify", "--json").stdout)["checked"] == 9

@@ -1,7 +1,9 @@
 """``tierkv store`` where there is no store, a foreign, newer, frozen or damaged one."""
 
 import os
+import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -136,3 +138,27 @@ def test_a_store_without_its_index_has_no_capacity_and_takes_nothing_in(cli, kep
     with prefixes(kept):
         pass
     assert one_object(cli("store", "import", file, "--json").stdout)["stored"] == 5
+
+
+def test_a_path_that_is_not_utf8_touches_nothing(cli, kept, tmp_path):
+    odd = Path(os.fsdecode(os.fsencode(tmp_path) + b"/odd\xff"))
+    shutil.copytree(kept, odd)
+    before = snapshot(odd)
+    for command in ("ls", "stats", "verify"):
+        assert_one_line_error(cli("store", command, "--path", odd), "not UTF-8")
+    assert snapshot(odd) == before
+
+
+@pytest.mark.parametrize("name", ["format.json", "index.digest", "use.lock", "index/data.mdb", "slab-4096.bin"])
+@pytest.mark.parametrize("kind", ["fifo", "folder", "link"])
+def test_files_of_another_kind_are_named(cli, kept, tmp_path, name, kind):
+    path = kept / "prefix" / name
+    path.unlink(missing_ok=True)
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to(tmp_path / "elsewhere")
+        (tmp_path / "elsewhere").write_bytes(b"foreign")
+    assert_one_line_error(cli("store", "ls"), name, "no regular file")

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from decimal import Decimal, InvalidOperation
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -82,6 +83,8 @@ def replay(
     shares = [_share(part) for part in _parts(capacities)]
     sources = _sources(trace, preset, sessions, seed)
     check_savable(save, "--save")
+    if save is not None and trace is not None and Path(save).resolve() == Path(trace).resolve():
+        raise BadInput(f"--save {save} is the trace itself; give another file")
     with reserve_stdout(as_json):
         result = _run(sources, rules, shares)
     if save is not None:
@@ -97,6 +100,10 @@ def _sources(trace: str | None, preset: str | None, sessions: int | None, seed: 
         for name, value in {"--preset": preset, "--sessions": sessions, "--seed": seed}.items():
             if value is not None:
                 raise BadInput(f"{name} and a trace exclude each other: leave one of them out")
+        try:
+            trace.encode()
+        except UnicodeEncodeError:
+            raise BadInput(f"{trace!a}: the name of the trace is not UTF-8; give it another") from None
         return [_Source(trace, "reading", read_trace(trace), {"file": trace})]
     sources = []
     for name in _known(preset if preset is not None else "chat", tuple(PRESETS), "--preset"):

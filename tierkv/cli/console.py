@@ -155,21 +155,30 @@ def check_savable(path: str | None, option: str) -> None:
     """
     if path is None:
         return
-    target = Path(path)
+    if not path:
+        raise BadInput(f"{option} is empty; give the name of a file that can be written")
     try:
+        path.encode()
+    except UnicodeEncodeError:
+        raise BadInput(f"{option} {path!a}: its name is not UTF-8; give another") from None
+    try:
+        target = Path(path).resolve(strict=False)  # written whole, so what a link names is replaced, not the link
         if target.is_dir():
             raise IsADirectoryError(errno.EISDIR, "Is a directory")
+        if target.exists() and not target.is_file():
+            raise BadInput(f"{option} {path}: Is no regular file; give the name of a file that can be written")
         target.parent.mkdir(parents=True, exist_ok=True)
         beside = _beside(target)
         beside.touch()
         beside.unlink()
-    except OSError as error:
-        raise BadInput(f"{option} {path}: {error.strerror}; give the name of a file that can be written") from None
+    except (OSError, RuntimeError) as error:  # a loop of links is a RuntimeError in Python 3.11
+        why = error.strerror if isinstance(error, OSError) else "Its links go round in circles"
+        raise BadInput(f"{option} {path}: {why}; give the name of a file that can be written") from None
 
 
 def save_json(path: str, result: Mapping[str, Any]) -> None:
     """Write the JSON object of a command to a file, whole or not at all; ask ``check_savable`` before."""
-    target = Path(path)
+    target = Path(path).resolve()
     beside = _beside(target)
     try:
         beside.write_text(json.dumps(result, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")

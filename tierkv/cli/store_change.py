@@ -173,6 +173,8 @@ def export(
         chains = {chain.leaf: chain for chain in chains_of(store)}
         key = only_one("leaf key", leaf, list(chains), _LEAVES_ADVICE)
         check_savable(file, "FILE")
+        if Path(file).resolve().is_relative_to(store.path.resolve()):
+            raise BadInput(f"FILE {file} lies in the store itself; give a file outside of {store.path}")
         with Progress().stage("export", f"writing {file}"):
             report = store.export(key, file)
         result = {

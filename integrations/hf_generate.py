@@ -107,6 +107,8 @@ class ModelEngine(Engine):
 
         self.weights = ModelWeights(model)
         self._prefixes = ModelPrefixes(self)
+        if self.prefix.store is not None:
+            self.look_at_weights()  # reading them all takes a moment, which no prompt shall wait for
         self._overrides = []
         for module in watched_modules(model):
             more = {"generate": generate, _ATTACHED: self} if module is model else {}

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import TypeVar
 
 from tierkv.errors import ClosedError, RecordError, StoreError
 from tierkv.storage.codec import ALL_LAYERS, Expected, Record, decode, record_bytes
@@ -23,8 +23,6 @@ from tierkv.storage.prefix_stats import Tally
 from tierkv.storage.reader_gate import Reader, ReaderGate
 
 T = TypeVar("T")
-
-_PREFETCH_BYTES: Final = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,8 +177,8 @@ class PrefixReader:
         length = record_bytes(found.payload_bytes, found.num_tokens)
         # Taken while it is in use: `use` may read another block in the same thread.
         memory, self._buffer.memory = self._buffer.memory, None
-        if memory is None or len(memory) < length:
-            memory = mmap.mmap(-1, slot_bytes_of(length))
+        if memory is None or len(memory) < max(length, found.slot_bytes):
+            memory = mmap.mmap(-1, max(slot_bytes_of(length), found.slot_bytes))
         expected = Expected(
             namespace=found.namespace,
             layer=ALL_LAYERS,
@@ -189,10 +187,10 @@ class PrefixReader:
             payload_bytes=found.payload_bytes,
         )
         try:
-            view = memoryview(memory)[:length]
+            view = memoryview(memory)
             try:
-                number = self._store.slabs.read(found.slot_bytes, found.slot, view)
-                record = decode(view[:number], expected)
+                number = self._store.slabs.read(found.slot_bytes, found.slot, view[: found.slot_bytes])
+                record = decode(view[: min(number, length)], expected)
             except (RecordError, OSError) as error:
                 judgement = self._judge(found, error)
                 if report and isinstance(judgement, _Damaged):
@@ -210,22 +208,6 @@ class PrefixReader:
         """
         with self._record(found_of(row), report=True) as record:
             return use(record)
-
-    def prefetch(self, found: Sequence[Found]) -> None:
-        """Ask the operating system to read records ahead."""
-        remaining = _PREFETCH_BYTES
-        for one in found:
-            if one.queued is None:
-                remaining -= one.slot_bytes
-                if remaining < 0:
-                    return
-                try:
-                    with self.reading():
-                        self._store.slabs.will_need(one.slot_bytes, one.slot, one.slot_bytes)
-                except OSError:
-                    return
-
-    # -- what is wrong --------------------------------------------------------------------------------------------
 
     def check(self, found: Found) -> str:
         """Read a record without using it; return what is wrong with it, empty if it is whole or gone.

@@ -17,6 +17,7 @@ from tierkv.storage.codec import Buffer
 SLOT_ALIGNMENT: Final = 4096
 """Slots are whole pages of any file system in use."""
 
+_NO_WAIT: Final = getattr(os, "RWF_NOWAIT", 0)
 _KEEP_SIZE: Final = 1
 _PUNCH_HOLE: Final = 2
 _UNSUPPORTED: Final = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
@@ -36,6 +37,7 @@ class SlabFiles:
         self._folder = folder
         self._lock = threading.Lock()
         self._descriptors: dict[int, int] = {}
+        self._direct: dict[int, int | None] = {}  # past the page cache; None where that is impossible
         self._fallocate = _find_fallocate()
 
     def path(self, slot_bytes: int) -> Path:
@@ -48,12 +50,33 @@ class SlabFiles:
         return sorted(int(name) for name in names if name.isdecimal())
 
     def read(self, slot_bytes: int, slot: int, view: memoryview) -> int:
-        """Fill ``view`` from the start of a slot; return how many bytes there were.
+        """Fill ``view`` with a slot; return how many bytes there were.
+
+        What the page cache holds comes from there. What it does not comes past it, straight into ``view``: at the disk's own
+        speed, for a fraction of the CPU's time.
+
+        Args:
+            slot_bytes: size of the slots.
+            slot: which one.
+            view: whole pages of memory, as long as a slot.
 
         Raises:
             OSError: the disk cannot be read.
         """
-        return os.preadv(self._open(slot_bytes), [view], slot * slot_bytes)
+        descriptor, offset = self._open(slot_bytes), slot * slot_bytes
+        try:
+            number = os.preadv(descriptor, [view], offset, _NO_WAIT)
+            if number == len(view):
+                return number
+        except OSError:  # not there, or a file system that does not say
+            pass
+        direct = self._open_direct(slot_bytes)
+        if direct is not None:
+            try:
+                return os.preadv(direct, [view], offset)
+            except OSError:
+                self._direct[slot_bytes] = None  # a file system that wants another alignment
+        return os.preadv(descriptor, [view], offset)
 
     def write(self, slot_bytes: int, slot: int, record: Buffer) -> None:
         """Write a record to the start of a slot.
@@ -69,15 +92,6 @@ class SlabFiles:
     def sync(self, slot_bytes: int) -> None:
         """Return when everything written to the slots of this size is on the disk."""
         os.fdatasync(self._open(slot_bytes))
-
-    def will_need(self, slot_bytes: int, slot: int, num_bytes: int) -> None:
-        """Ask the operating system to read the start of a slot ahead.
-
-        Raises:
-            OSError: the file cannot be opened.
-        """
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._open(slot_bytes), slot * slot_bytes, num_bytes, os.POSIX_FADV_WILLNEED)
 
     def punch(self, slot_bytes: int, slot: int, num_slots: int = 1) -> bool:
         """Give back the room of slots side by side; False where that is impossible. They then read as zeros.
@@ -110,6 +124,9 @@ class SlabFiles:
         with self._lock:
             while self._descriptors:
                 os.close(self._descriptors.popitem()[1])
+            while self._direct:
+                if (descriptor := self._direct.popitem()[1]) is not None:
+                    os.close(descriptor)
 
     def _open(self, slot_bytes: int) -> int:
         descriptor = self._descriptors.get(slot_bytes)
@@ -120,6 +137,17 @@ class SlabFiles:
                     descriptor = os.open(self.path(slot_bytes), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
                     self._descriptors[slot_bytes] = descriptor
         return descriptor
+
+    def _open_direct(self, slot_bytes: int) -> int | None:
+        if slot_bytes not in self._direct:
+            with self._lock:
+                if slot_bytes not in self._direct:
+                    try:
+                        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT
+                        self._direct[slot_bytes] = os.open(self.path(slot_bytes), flags)
+                    except (OSError, AttributeError):  # a file system, or an operating system, without it
+                        self._direct[slot_bytes] = None
+        return self._direct[slot_bytes]
 
 
 def _find_fallocate() -> Callable[[int, int, int], int] | None:

@@ -120,11 +120,6 @@ class PrefixStore(PrefixCare):
         self.check_open()
         return self._reader.read(found, token_ids, payload_bytes, use)
 
-    def prefetch(self, found: Sequence[Found]) -> None:
-        """Ask the operating system to read the records of blocks ahead, up to 256 MiB. Never raises for what fails."""
-        self.check_open()
-        self._reader.prefetch(found)
-
     def touch(self, keys: Sequence[bytes]) -> None:
         """Count that the blocks of a chain, first block first, were found. Written later, with the next batch."""
         self.check_open()

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierkv import config as config_module
-from tierkv.config import FIELDS, NOT_YET, CacheConfig, DeviceConfig, HostConfig, PrefixConfig, load_config
+from tierkv.config import FIELDS, CacheConfig, DeviceConfig, HostConfig, PrefixConfig, load_config
 from tierkv.errors import ConfigError
 from tierkv.sizes import Size
 
@@ -84,15 +83,6 @@ class TestIllegalValues:
         assert message.startswith("configuration mapping: device = ")
         assert "device is a section, write [device]" in message
         assert message == refusal({"device": value}, {"TIERKV_DEVICE__CAPACITY": "1GiB"})
-
-    @pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in NOT_YET.items() for value in values])
-    def test_what_this_version_cannot_honour_is_refused_not_ignored(self, key, value, monkeypatch):
-        message = refusal(setting(key, value))
-        assert message.startswith(f"configuration mapping: {key} = ")
-        assert "not available in this version (legal: " in message
-        with monkeypatch.context() as patch:  # deleting the line from the table is all it takes
-            patch.setattr(config_module, "NOT_YET", {})
-            assert load_config(setting(key, value), {}).value(key) == value
 
     def test_everything_wrong_is_said_at_once_each_with_its_origin(self, tmp_path):
         path = tmp_path / "tierkv.toml"

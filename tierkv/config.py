@@ -11,17 +11,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
 from tierkv.config_fields import AnySize, AutoSize, BlockSize, Folder, RealSize, Text
 from tierkv.config_messages import Wording
 from tierkv.config_sources import OTHER_ENVIRONMENT, PREFIX, environment_value, read_file, variable
 from tierkv.errors import ConfigError
-from tierkv.sizes import parse_size, show
-
-NOT_YET: Final[Mapping[str, tuple[object, ...]]] = {}
-"""Values that this version knows but cannot honour, so it refuses them. Whoever builds one deletes it here."""
+from tierkv.sizes import parse_size
 
 if TYPE_CHECKING:
     # Checkers know constructors by the very metaclass that pydantic decorated, not by one derived from it.
@@ -41,14 +38,6 @@ else:
 class _Section(BaseModel, metaclass=_OneLineErrors):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
     section: ClassVar[str] = ""
-
-    @field_validator("*", mode="after")
-    @classmethod
-    def _refuse_what_is_not_built(cls, value: object, info: ValidationInfo) -> object:
-        key = f"{cls.section}.{info.field_name}".lstrip(".")
-        if value in NOT_YET.get(key, ()):
-            raise ValueError(f"{show(value)} is not available in this version (legal: {WORDING.legal(key)})")
-        return value
 
 
 class DeviceConfig(_Section):
@@ -212,7 +201,7 @@ FIELDS: Final[Mapping[str, FieldInfo]] = {
     **{name: field for name, field in CacheConfig.model_fields.items() if name not in SECTIONS},
     **{f"{name}.{key}": field for name, model in SECTIONS.items() for key, field in model.model_fields.items()},
 }
-WORDING: Final = Wording(FIELDS, SECTIONS, NOT_YET)
+WORDING: Final = Wording(FIELDS, SECTIONS)
 _VARIABLES: Final = {variable(key): key for key in FIELDS}
 
 

@@ -22,12 +22,10 @@ class Wording:
     Attributes:
         fields: the keys, by dotted name.
         sections: the names of the sections.
-        not_yet: values, by key, that the type of a field allows and this version refuses.
     """
 
     fields: Mapping[str, FieldInfo]
     sections: Collection[str]
-    not_yet: Mapping[str, tuple[object, ...]]
 
     def problems(self, error: ValidationError, section: str = "") -> Iterator[tuple[str, str]]:
         """Yield (key, what is wrong with it and what would be legal) for everything that pydantic found."""
@@ -60,7 +58,7 @@ class Wording:
         if field.annotation is str:
             return "text"
         choices = (False, True) if field.annotation is bool else get_args(field.annotation)
-        return either([show(choice) for choice in choices if choice not in self.not_yet.get(key, ())])
+        return either([show(choice) for choice in choices])
 
     def unknown_variable(self, name: str) -> str:
         """Return what is said about a variable that sets no key."""

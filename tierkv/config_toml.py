@@ -3,8 +3,7 @@
 import textwrap
 from typing import Final
 
-from tierkv.config import FIELDS, NOT_YET, SECTIONS, WORDING, CacheConfig
-from tierkv.config_messages import either
+from tierkv.config import FIELDS, SECTIONS, WORDING, CacheConfig
 from tierkv.sizes import LEGAL_SIZES, show
 
 _HEADER: Final = (
@@ -30,8 +29,7 @@ def as_toml(config: CacheConfig) -> str:
         if parent != section:
             section = parent
             lines += ["", f"[{section}]", *_comment(SECTIONS[section].__doc__ or "")]
-        later = f" Not in this version: {either([show(value) for value in NOT_YET[key]])}." if key in NOT_YET else ""
-        lines += ["", *_comment(f"{field.description} Legal: {WORDING.legal(key)}.{later}")]
+        lines += ["", *_comment(f"{field.description} Legal: {WORDING.legal(key)}.")]
         lines += [f"{'' if config.is_explicit(key) else '#'}{name} = {show(config.value(key), longest=None)}"]
     return "\n".join(lines) + "\n"
 

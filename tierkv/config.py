@@ -156,7 +156,7 @@ class CacheConfig(_Section):
     {"capacity": "4GiB"}})``, which also heeds the environment.
 
     Raises:
-        ConfigError: a key is unknown, or a value is not legal or cannot be honoured by this version.
+        ConfigError: a key is unknown, or a value is not legal.
     """
 
     block_size: BlockSize = Field(

@@ -1,8 +1,12 @@
 """LmdbStores for tests, and ways to look at one and to hold its writer up."""
 
 import contextlib
+import os
+import subprocess
 import threading
 import time
+
+import pytest
 
 from tierkv.errors import RecordError
 from tierkv.storage.disk import LmdbStore
@@ -50,3 +54,20 @@ def is_missing(store, key):
     except RecordError:
         return True
     return False
+
+
+@contextlib.contextmanager
+def mounted(folder, size):
+    """Mount a file system of a size ("2m") below a folder, where that is possible; it is full sooner than the store."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small file system needs root")
+    where = folder / "small"
+    where.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(where)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"cannot mount here: {done.stderr.strip()}")
+    try:
+        yield where
+    finally:
+        subprocess.run(["umount", str(where)], check=True)

@@ -3,13 +3,13 @@
 import contextlib
 import logging
 import os
-import subprocess
 import threading
 import time
 
 import lmdb
 import pytest
 
+from tests.storage.disks import mounted
 from tierkv.errors import RecordError, StoreError, StoreFull, TransferTimeout
 from tierkv.storage.codec import Expected, RecordHeader, decode, encode
 from tierkv.storage.disk import LmdbStore
@@ -85,17 +85,8 @@ def test_a_put_that_waits_for_room_hears_of_the_failure(tmp_path):
 @pytest.fixture
 def small_disk(tmp_path):
     """A file system of 2 MiB."""
-    if os.geteuid() != 0:
-        pytest.skip("mounting a small file system needs root")
-    where = tmp_path / "small"
-    where.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(where)], check=False, capture_output=True, text=True
-    )
-    if mounted.returncode:
-        pytest.skip(f"cannot mount here: {mounted.stderr.strip()}")
-    yield where
-    subprocess.run(["umount", str(where)], check=True)
+    with mounted(tmp_path, "2m") as where:
+        yield where
 
 
 @pytest.mark.parametrize("durable", [False, True])

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from tests.storage.disks import mounted
 from tests.storage.prefix_child import size_of
 from tests.storage.prefixes import MIB, chain, check_sound, open_prefixes, prefixes, put_all, read_run
 from tests.storage.test_prefix_crash import ROOT, kill, start
@@ -92,17 +93,8 @@ def test_files_that_may_not_grow_any_more(tmp_path):
 @pytest.fixture
 def small_disk(tmp_path):
     """A file system of 4 MiB."""
-    if os.geteuid() != 0:
-        pytest.skip("mounting a small file system needs root")
-    where = tmp_path / "small"
-    where.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(where)], check=False, capture_output=True, text=True
-    )
-    if mounted.returncode:
-        pytest.skip(f"cannot mount here: {mounted.stderr.strip()}")
-    yield where
-    subprocess.run(["umount", str(where)], check=True)
+    with mounted(tmp_path, "4m") as where:
+        yield where
 
 
 def test_a_file_system_that_is_full(small_disk, caplog):

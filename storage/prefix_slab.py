@@ -37,7 +37,6 @@ class SlabFiles:
         self._folder = folder
         self._lock = threading.Lock()
         self._descriptors: dict[int, int] = {}
-        self._direct: dict[int, int | None] = {}  # past the page cache; None where that is impossible
         self._fallocate = _find_fallocate()
 
     def path(self, slot_bytes: int) -> Path:
@@ -49,34 +48,20 @@ class SlabFiles:
         names = (path.stem.removeprefix("slab-") for path in self._folder.glob("slab-*.bin"))
         return sorted(int(name) for name in names if name.isdecimal())
 
-    def read(self, slot_bytes: int, slot: int, view: memoryview) -> int:
-        """Fill ``view`` with a slot; return how many bytes there were.
-
-        What the page cache holds comes from there. What it does not comes past it, straight into ``view``: at the disk's own
-        speed, for a fraction of the CPU's time.
-
-        Args:
-            slot_bytes: size of the slots.
-            slot: which one.
-            view: whole pages of memory, as long as a slot.
+    def read(self, slot_bytes: int, slot: int, view: memoryview, num_slots: int = 1) -> int:
+        """Fill ``view`` with slots side by side; return how many bytes there were.
 
         Raises:
             OSError: the disk cannot be read.
         """
-        descriptor, offset = self._open(slot_bytes), slot * slot_bytes
+        return os.preadv(self._open(slot_bytes), [view[: num_slots * slot_bytes]], slot * slot_bytes)
+
+    def is_cached(self, slot_bytes: int, slot: int) -> bool:
+        """Whether the page cache holds the beginning of a slot, as far as the operating system says."""
         try:
-            number = os.preadv(descriptor, [view], offset, _NO_WAIT)
-            if number == len(view):
-                return number
-        except OSError:  # not there, or a file system that does not say
-            pass
-        direct = self._open_direct(slot_bytes)
-        if direct is not None:
-            try:
-                return os.preadv(direct, [view], offset)
-            except OSError:
-                self._direct[slot_bytes] = None  # a file system that wants another alignment
-        return os.preadv(descriptor, [view], offset)
+            return os.preadv(self._open(slot_bytes), [bytearray(1)], slot * slot_bytes, _NO_WAIT) == 1 and _NO_WAIT != 0
+        except (OSError, NotImplementedError):
+            return False
 
     def write(self, slot_bytes: int, slot: int, record: Buffer) -> None:
         """Write a record to the start of a slot.
@@ -124,9 +109,6 @@ class SlabFiles:
         with self._lock:
             while self._descriptors:
                 os.close(self._descriptors.popitem()[1])
-            while self._direct:
-                if (descriptor := self._direct.popitem()[1]) is not None:
-                    os.close(descriptor)
 
     def _open(self, slot_bytes: int) -> int:
         descriptor = self._descriptors.get(slot_bytes)
@@ -137,17 +119,6 @@ class SlabFiles:
                     descriptor = os.open(self.path(slot_bytes), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
                     self._descriptors[slot_bytes] = descriptor
         return descriptor
-
-    def _open_direct(self, slot_bytes: int) -> int | None:
-        if slot_bytes not in self._direct:
-            with self._lock:
-                if slot_bytes not in self._direct:
-                    try:
-                        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT
-                        self._direct[slot_bytes] = os.open(self.path(slot_bytes), flags)
-                    except (OSError, AttributeError):  # a file system, or an operating system, without it
-                        self._direct[slot_bytes] = None
-        return self._direct[slot_bytes]
 
 
 def _find_fallocate() -> Callable[[int, int, int], int] | None:

@@ -15,7 +15,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -24,6 +24,7 @@ from tierkv.errors import StoreError
 from tierkv.eviction import make_policy
 from tierkv.storage import prefix_rows as rows
 from tierkv.storage.codec import record_bytes
+from tierkv.storage.prefix_ahead import reading_ahead
 from tierkv.storage.prefix_care import PrefixCare
 from tierkv.storage.prefix_check import GcReport, NamespaceInfo, VerifyReport
 from tierkv.storage.prefix_export import ExportReport, read_chain
@@ -119,6 +120,11 @@ class PrefixStore(PrefixCare):
         """
         self.check_open()
         return self._reader.read(found, token_ids, payload_bytes, use)
+
+    def reading_ahead(self, found: Sequence[Found]) -> AbstractContextManager[None]:
+        """Give a block that reads many blocks, in this order, from any threads: the disk is asked for them in large pieces."""
+        self.check_open()
+        return reading_ahead(self._parts.slabs, found, self._reader.reading)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Count that the blocks of a chain, first block first, were found. Written later, with the next batch."""

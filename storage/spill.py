@@ -22,6 +22,7 @@ import torch
 from tierkv.errors import ConfigError, RecordError, StoreError
 from tierkv.layout import BlockLayout
 from tierkv.storage.base import BlockStore
+from tierkv.storage.bits import SAME_SIZE
 from tierkv.storage.codec import (
     NAMESPACE_BYTES,
     RecordHeader,
@@ -37,9 +38,6 @@ from tierkv.storage.spill_dir import SpillDirectory
 from tierkv.tier import Run, Tier
 
 _KEY: Final = struct.Struct(">II")
-
-SAME_SIZE: Final = {2: (torch.int16, np.int16), 4: (torch.int32, np.int32), 8: (torch.int64, np.int64)}
-"""Integers of so many bytes. Bit patterns are moved, not numbers: numpy knows no bfloat16, and a NaN keeps its payload."""
 
 # Room for 4 batches is kept free for LMDB's copy-on-write: together at most 1/32 of the capacity.
 _BATCH_SHARE_OF_CAPACITY: Final = 128

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 import torch
 
-from tierkv.storage.spill import SAME_SIZE
+from tierkv.storage.bits import SAME_SIZE, bits_of
 from tierkv.tier import Tier
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from tierkv.block_table import Block
     from tierkv.layout import BlockLayout
+    from tierkv.storage.bits import Bits
     from tierkv.stores import Stores
 
 WHOLE: Final = slice(None)
@@ -34,21 +33,51 @@ class Piece(NamedTuple):
     """Where they lie in the block."""
 
 
-def empty_views(layout: "BlockLayout") -> list[torch.Tensor]:
+def empty_block(layout: "BlockLayout") -> "list[Bits]":
     """Return room for one block outside of any pool: per group K, then V, each ``[layer, kv_head, token, dim]``."""
-    views = []
+    bits: list[Bits] = []
     for group in layout.groups:
         lead = (len(group.members), group.kv_heads, layout.block_size)
-        views += [
-            torch.empty((*lead, dim), dtype=getattr(torch, layout.dtype)) for dim in (group.key_dim, group.value_dim)
-        ]
-    return views
+        dtype = SAME_SIZE[layout.dtype_bytes][1]
+        bits += [np.empty((*lead, dim), dtype) for dim in (group.key_dim, group.value_dim)]
+    return bits
+
+
+def block_of(layout: "BlockLayout", stores: "Stores", block: "Block") -> "list[Bits]":
+    """Return a block as it lies in the CPU's memory, or a copy of one that lies elsewhere; shapes as in ``empty_block``.
+
+    Raises:
+        RecordError: it lies on disk only and cannot be read.
+    """
+    tier, slot = block.tier, block.slots[block.tier]
+    if tier is Tier.DISK:
+        bits = empty_block(layout)
+        stores.load_block(slot, _tensors(layout, bits))
+        return bits
+    slab = stores.slab(tier)
+    return slab.block_bits(slot) if slab.on_cpu else [bits_of(view.cpu()) for view in slab.block_views(slot)]
+
+
+def put_block(layout: "BlockLayout", stores: "Stores", tier: Tier, slot: int, bits: "list[Bits]") -> None:
+    """Copy a block from the CPU's memory to its slot in a tier. Returns when the bytes are there.
+
+    Raises:
+        StoreFull: the disk tier took no more.
+    """
+    if tier is Tier.DISK:
+        stores.save_block(_tensors(layout, bits), slot)
+        return
+    views = stores.slab(tier).block_views(slot)
+    for view, source in zip(views, _tensors(layout, bits), strict=True):
+        view.copy_(source)
+    if views[0].device.type == "cuda":
+        torch.cuda.current_stream(views[0].device).synchronize()
 
 
 def unpack(
     layout: "BlockLayout",
     payload: memoryview,
-    views: Sequence[torch.Tensor],
+    bits: "Sequence[Bits]",
     into: slice = WHOLE,
     tokens: slice = WHOLE,
 ) -> None:
@@ -57,19 +86,12 @@ def unpack(
     Args:
         layout: of both.
         payload: ``layout.block_bytes`` bytes.
-        views: the block, as ``SlabStore.block_views`` or ``empty_views`` return it; on any device.
+        bits: the block, as ``SlabStore.block_bits`` or ``empty_block`` return it.
         into: which of its tokens.
         tokens: which tokens of the payload, as many.
     """
-    for view, part in _parts(layout, payload, views):
-        target = view[:, :, into]
-        if target.device.type == "cpu":
-            np.copyto(target.view(SAME_SIZE[layout.dtype_bytes][0]).numpy(), part[:, :, tokens])
-        else:
-            source = torch.from_numpy(np.ascontiguousarray(part[:, :, tokens])).view(target.dtype)
-            target.copy_(source)
-    if views[0].device.type == "cuda":
-        torch.cuda.current_stream(views[0].device).synchronize()
+    for own, part in _parts(layout, payload, bits):
+        np.copyto(own[:, :, into], part[:, :, tokens])
 
 
 def pack(layout: "BlockLayout", stores: "Stores", pieces: "Sequence[Piece]") -> bytearray:
@@ -80,43 +102,30 @@ def pack(layout: "BlockLayout", stores: "Stores", pieces: "Sequence[Piece]") -> 
     """
     payload = bytearray(layout.block_bytes)
     for piece in pieces:
-        for view, part in _parts(layout, memoryview(payload), block_views(layout, stores, piece.block)):
-            source = view[:, :, piece.tokens].detach().cpu().view(SAME_SIZE[layout.dtype_bytes][0])
-            np.copyto(part[:, :, piece.into], source.numpy())
+        for own, part in _parts(layout, memoryview(payload), block_of(layout, stores, piece.block)):
+            np.copyto(part[:, :, piece.into], own[:, :, piece.tokens])
     return payload
 
 
-def block_views(layout: "BlockLayout", stores: "Stores", block: "Block") -> list[torch.Tensor]:
-    """Return a block as it lies in memory, or a copy of one that lies on disk; see ``empty_views`` for the shapes.
-
-    Raises:
-        RecordError: it lies on disk only and cannot be read.
-    """
-    tier, slot = block.tier, block.slots[block.tier]
-    if tier is not Tier.DISK:
-        return stores.slab(tier).block_views(slot)
-    views = empty_views(layout)
-    stores.load_block(slot, views)
-    return views
+def _tensors(layout: "BlockLayout", bits: "Sequence[Bits]") -> list[torch.Tensor]:
+    return [torch.from_numpy(one).view(getattr(torch, layout.dtype)) for one in bits]
 
 
-def _parts(
-    layout: "BlockLayout", payload: memoryview, views: Sequence[torch.Tensor]
-) -> "Iterator[tuple[torch.Tensor, NDArray[np.generic]]]":
-    """Yield views of some layers, with the same of the payload: ``[layer, kv_head, token, dim]`` bit patterns each."""
+def _parts(layout: "BlockLayout", payload: memoryview, bits: "Sequence[Bits]") -> "Iterator[tuple[Bits, Bits]]":
+    """Yield some layers of a block, with the same of the payload: ``[layer, kv_head, token, dim]`` each."""
     flat = np.frombuffer(payload, dtype=SAME_SIZE[layout.dtype_bytes][1])
     size = layout.block_size
     group = layout.groups[0]
     if len(layout.groups) == 1 and group.key_dim == group.value_dim:
         both = flat.reshape(len(group.members), 2, group.kv_heads, size, group.key_dim)
-        yield views[0], both[:, 0]
-        yield views[1], both[:, 1]
+        yield bits[0], both[:, 0]
+        yield bits[1], both[:, 1]
         return
     begin = 0
     for layer, (index, member) in enumerate(layout.group_of):
         spec = layout.layers[layer]
-        for view, dim in ((views[2 * index], spec.key_dim), (views[2 * index + 1], spec.value_dim)):
+        for own, dim in ((bits[2 * index], spec.key_dim), (bits[2 * index + 1], spec.value_dim)):
             count = spec.kv_heads * size * dim
             shape = (1, spec.kv_heads, size, dim)
-            yield view[member : member + 1], flat[begin : begin + count].reshape(shape)
+            yield own[member : member + 1], flat[begin : begin + count].reshape(shape)
             begin += count

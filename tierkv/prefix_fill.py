@@ -5,11 +5,12 @@ blocks, many reads in flight. A row that its padding has shifted gets copies, ea
 """
 
 import time
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Protocol
 
 from tierkv.errors import RecordError
 from tierkv.interrupts import deferred_interrupt
-from tierkv.payload import block_views, empty_views, unpack
+from tierkv.payload import block_of, empty_block, put_block, unpack
 from tierkv.prefix_rows import Match
 from tierkv.tier import Tier, Wire
 from tierkv.transfer import Copy
@@ -17,12 +18,11 @@ from tierkv.transfer import Copy
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import torch
-
     from tierkv.block_table import Block
     from tierkv.engine import Engine
     from tierkv.moves import Step
     from tierkv.sequences import SequenceBatch
+    from tierkv.storage.bits import Bits
     from tierkv.storage.prefix_store import PrefixStore
 
 
@@ -79,8 +79,13 @@ class RowFiller:
     ) -> int:
         """Fill ``count`` places of a row from the store (and from blocks held in memory); return how many were."""
         began = time.perf_counter()
-        filled = batch.fill(row, count, self._copies(match, held, begin, begin + count))
         size = self._engine.layout.block_size
+        first = (begin - match.prompt.pad) // size - match.in_memory
+        stop = -(-(begin + count - match.prompt.pad) // size) - match.in_memory
+        needed = match.found[max(0, first) : max(0, stop)]
+        ahead = self._store.reading_ahead(needed) if self._store and needed else nullcontext()
+        with ahead:
+            filled = batch.fill(row, count, self._copies(match, held, begin, begin + count))
         restored = max(0, (begin + filled - match.prompt.pad) // size - match.in_memory)
         self._report(restored * size, time.perf_counter() - began if restored else 0.0, complete=filled == count)
         return filled
@@ -102,21 +107,20 @@ class RowFiller:
         end = min(size, stop - index * size)
 
         def load() -> None:
-            if tier is Tier.DISK:
-                views = empty_views(layout)
-            else:
+            in_place = tier is not Tier.DISK and stores.slab(tier).on_cpu
+            if in_place:
                 stores.slab(tier).fault_in(slot)
-                views = stores.slab(tier).block_views(slot)
+            bits = stores.slab(tier).block_bits(slot) if in_place else empty_block(layout)
             if first < 0:
-                for view in views:
-                    view[:, :, : min(size, -first)].zero_()  # padding is masked, but 0 times NaN is NaN
+                for one in bits:
+                    one[:, :, : min(size, -first)] = 0  # padding is masked, but 0 times NaN is NaN
             for source in range(max(0, first) // size, max(0, first + size - 1) // size + 1):
                 into = slice(max(0, source * size - first), min(end, (source + 1) * size - first))
                 if into.start < into.stop:
                     at = first + into.start - source * size
-                    self._read(match, source, held, views, into, slice(at, at + into.stop - into.start))
-            if tier is Tier.DISK:
-                stores.save_block(views, slot)
+                    self._read(match, source, held, bits, into, slice(at, at + into.stop - into.start))
+            if not in_place:
+                put_block(layout, stores, tier, slot, bits)
 
         return Copy(Wire(Tier.DISK, tier), layout.block_bytes, load=load)
 
@@ -125,20 +129,20 @@ class RowFiller:
         match: Match,
         source: int,
         held: "dict[int, Block]",
-        views: "list[torch.Tensor]",
+        bits: "list[Bits]",
         into: slice,
         tokens: slice,
     ) -> None:
         """Copy tokens of the prompt's block ``source`` into a new block. Called by workers."""
         layout = self._engine.layout
         if source in held:
-            for view, own in zip(views, block_views(layout, self._engine.stores, held[source]), strict=True):
-                view[:, :, into].copy_(own[:, :, tokens])
+            for one, own in zip(bits, block_of(layout, self._engine.stores, held[source]), strict=True):
+                one[:, :, into] = own[:, :, tokens]
             return
         index = source - match.in_memory
         if self._store is None or not 0 <= index < len(match.found):
             raise RecordError(f"block {source} of the prompt was there and is no more")
         ids = match.prompt.ids[source * layout.block_size : (source + 1) * layout.block_size]
         self._store.read(
-            match.found[index], ids, layout.block_bytes, lambda payload: unpack(layout, payload, views, into, tokens)
+            match.found[index], ids, layout.block_bytes, lambda payload: unpack(layout, payload, bits, into, tokens)
         )

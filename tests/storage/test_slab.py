@@ -102,6 +102,14 @@ def test_block_copies_move_all_layers(slab):
             assert_same_bits(own_values, values)
 
 
+def test_bit_patterns_are_the_pool_itself(slab):
+    for bits, view in zip(slab.block_bits(3), slab.block_views(3), strict=True):
+        assert bits.shape == tuple(view.shape)
+        assert bits.ctypes.data == view.data_ptr()
+        bits[...] = -1
+        assert all(byte == 255 for byte in view.contiguous().view(torch.uint8).flatten().tolist())
+
+
 def test_blocks_are_not_copied_between_layouts(slab):
     with make_slab(make_layout(64)) as other, pytest.raises(ValueError, match="one layout"):
         slab.copy_pairs(0, other, 0)
@@ -125,7 +133,7 @@ def test_scratch_and_usable_slots_do_not_overlap(slab, tokens):
 
 def test_slots_under_the_scratch_are_refused_until_it_shrinks(slab):
     usable = slab.set_scratch(1000)
-    for use in (slab.clear, slab.block_views, lambda slot: slab.views(0, Run(slot, 1), 0, 32)):
+    for use in (slab.clear, slab.block_views, slab.block_bits, lambda slot: slab.views(0, Run(slot, 1), 0, 32)):
         use(usable - 1)
         with pytest.raises(ValueError, match="usable"):
             use(usable)
@@ -141,7 +149,7 @@ def test_scratch_larger_than_the_slab_is_refused(slab):
 
 def test_a_closed_pool_hands_out_nothing(slab):
     slab.close()
-    for use in (slab.clear, slab.block_views):
+    for use in (slab.clear, slab.block_views, slab.block_bits):
         with pytest.raises(ClosedError):
             use(0)
 

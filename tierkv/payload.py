@@ -5,7 +5,6 @@
 So a record can be read by any version and any pool. Bit patterns are moved, not numbers: a NaN keeps its payload.
 """
 
-from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
@@ -15,6 +14,8 @@ from tierkv.storage.bits import SAME_SIZE, bits_of
 from tierkv.tier import Tier
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     from tierkv.block_table import Block
     from tierkv.layout import BlockLayout
     from tierkv.storage.bits import Bits

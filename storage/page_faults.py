@@ -1,4 +1,8 @@
-"""Page faults, fewer and in one go: Linux hands out fresh memory page by page as it is first written, some 2 us each."""
+"""Page faults, taken in one go: Linux hands out fresh memory page by page as it is first written, some 2 us each.
+
+Huge pages are not asked for: in a virtual machine that reports its free memory to the host, every free huge page has gone
+back to it, and fetching one again costs more than all the small faults that it saves (a restore took 0.23 s, not 0.1).
+"""
 
 import ctypes
 import mmap
@@ -19,20 +23,6 @@ def _find_madvise() -> Callable[[int, int, int], int] | None:
 
 
 _madvise: Final = _find_madvise()
-
-
-def prefer_huge_pages(address: int, num_bytes: int) -> None:
-    """Have memory of this process handed out in pages of some MiB where there are any: fewer faults, fewer TLB misses.
-
-    Args:
-        address: of allocated memory, nothing of which was written yet.
-        num_bytes: of it.
-    """
-    if _madvise is not None and hasattr(mmap, "MADV_HUGEPAGE"):
-        begin = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE  # whole pages of its own: the others are neighbours', too
-        end = (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
-        if end > begin:
-            _madvise(begin, end - begin, mmap.MADV_HUGEPAGE)
 
 
 def fault_in(address: int, num_bytes: int) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Final, NamedTuple
 
-from tierkv.errors import StoreError
+from tierkv.errors import TierKVError
 from tierkv.storage.prefix_reader import Found
 from tierkv.storage.prefix_slab import SlabFiles
 
@@ -39,7 +39,7 @@ def reading_ahead(
     Args:
         slabs: where they lie.
         found: in the order in which they will be read.
-        reading: keeps the store from being closed; raises StoreError if it is.
+        reading: keeps the store from being closed; raises ClosedError if it is.
     """
     chunks = _chunks([one for one in found if one.queued is None])
     stop = threading.Event()
@@ -73,7 +73,7 @@ def _read(
     stop: threading.Event,
 ) -> None:
     """Read until there is no more, nobody waits for it, or it fails; the records' readers then say how."""
-    with suppress(StoreError, OSError):
+    with suppress(TierKVError, OSError):
         middle, last = chunks[len(chunks) // 2], chunks[-1]
         with reading():
             if all(slabs.is_cached(chunk.slot_bytes, chunk.slot) for chunk in (middle, last)):

@@ -19,7 +19,7 @@ from tierkv.geometry import PoolGeometry
 from tierkv.layout import BlockLayout
 from tierkv.storage.base import BlockStore
 from tierkv.storage.bits import bits_of
-from tierkv.storage.page_faults import fault_in, prefer_huge_pages
+from tierkv.storage.page_faults import fault_in
 from tierkv.tier import Tier
 
 if TYPE_CHECKING:
@@ -69,10 +69,7 @@ class SlabStore(BlockStore):
         def allocate(elements: int) -> torch.Tensor:
             if pinned:
                 return _page_locked(self, elements, self._dtype)
-            memory = torch.empty(elements, dtype=self._dtype, device=device)
-            if self.on_cpu:
-                prefer_huge_pages(memory.data_ptr(), memory.nbytes)
-            return memory
+            return torch.empty(elements, dtype=self._dtype, device=device)
 
         # Workers write to it, and outside the caller's inference mode an inference tensor cannot be written to.
         with torch.inference_mode(mode=False):

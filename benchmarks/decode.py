@@ -6,25 +6,20 @@ caches are filled first and then take turns, so that a machine that slows down s
 the logits of every exact cache are compared with those of ``DynamicCache``.
 """
 
-import copy
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any, Final
 
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel, QuantizedCache, StaticCache
+from transformers import DynamicCache, PreTrainedModel, QuantizedCache, StaticCache
 
-import tierkv
+from tierkv.benchmarks.filled import filled, smollm2_shapes, stepper, synthetic_kv
 from tierkv.benchmarks.machine import drop_page_cache, memory_read_bytes_per_second
 from tierkv.errors import TierKVError
-from tierkv.integrations.hf_content import ForwardInputs
-
-if TYPE_CHECKING:
-    from tierkv.storage.spill import SpillStore
 
 CACHES: Final = ("dynamic", "static", "quantized", "tierkv", "tierkv-25", "tierkv-25-cold")
 """Baselines first. The last two keep a quarter of the KV in anonymous memory and the rest on SSD."""
@@ -35,8 +30,6 @@ TOLERANCE: Final = {"float32": 2e-4, "bfloat16": 0.05, "float16": 0.01}
 
 MOST_LEFT: Final = 0.05
 """More of a file than this in memory, and it is not cold."""
-
-Layer = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass
@@ -60,30 +53,6 @@ class Subject:
     before: Callable[[], None] = lambda: None
     page_cache: str | None = None
     times: list[float] = field(default_factory=list)
-
-
-def smollm2_shapes(dtype: str) -> PreTrainedModel:
-    """Return a random model of SmolLM2-135M's shapes: 30 layers, 9 query heads, 3 KV heads, head_dim 64."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
-        num_key_value_heads=3, max_position_embeddings=131072, rope_theta=100000.0, tie_word_embeddings=True,
-    )  # fmt: skip
-    model: PreTrainedModel = LlamaForCausalLM(config).to(getattr(torch, dtype)).eval()  # type: ignore[arg-type]
-    model.generation_config.eos_token_id = None
-    return model
-
-
-def synthetic_kv(model: PreTrainedModel, context: int) -> Iterator[Layer]:
-    """Yield random K and V ``[1, kv_heads, context, head_dim]`` of every layer; the same on every call."""
-    config = model.config
-    generator = torch.Generator().manual_seed(context)
-    shape = 1, config.num_key_value_heads, context, config.head_dim
-    for _ in range(config.num_hidden_layers):
-        yield (
-            torch.randn(shape, generator=generator).to(model.dtype),
-            torch.randn(shape, generator=generator).to(model.dtype),
-        )
 
 
 def measure(
@@ -242,15 +211,7 @@ def _filled(
             raise _LeftOut("it needs the package optimum-quanto") from None
     for layer, (keys, values) in enumerate(synthetic_kv(model, context)):
         cache.update(keys, values, layer)
-    yield Subject(name, _stepper(model, token, cache), lambda: _tensor_bytes(cache))
-
-
-def _stepper(model: PreTrainedModel, token: torch.Tensor, cache: Any) -> Callable[[], torch.Tensor]:
-    def step() -> torch.Tensor:
-        logits: torch.Tensor = model(input_ids=token, cache=cache, use_cache=True).logits[0, -1]
-        return logits
-
-    return step
+    yield Subject(name, stepper(model, token, cache), lambda: _tensor_bytes(cache))
 
 
 def _tensor_bytes(cache: Any) -> int:
@@ -283,45 +244,27 @@ def _tiered(
         "host": {"capacity": 0},
         "disk": {"capacity": 2 * kv_bytes + 2**26 if quarter else 0, "path": str(disk_path)},
     }
-    # A second model object over the same weights: attach wraps a model, and the others must run unwrapped.
     with ExitStack() as stack:
         try:
-            engine = stack.enter_context(tierkv.attach(_twin(model), config))
-            cache = engine.new_cache()
-            engine.reserve(cache.sequences, 1, context + room, paged=True)
+            own = stack.enter_context(filled(model, context, room, config))
         except TierKVError as error:
             raise _LeftOut(str(error)) from None
-        if engine.gathered_because:
-            raise _LeftOut(f"attention cannot read blocks here: {engine.gathered_because}")
-        cache.sequences.first_seen = ()
-        for layer, (keys, values) in enumerate(synthetic_kv(model, context)):
-            cache.sequences.append_paged(layer, keys, values)
-            cache.sequences.attended(layer)
-        cache.content.append(ForwardInputs(context), 1, context, token.device)
-        subject = Subject(name, _stepper(engine.model, token, cache), lambda: _anonymous(engine), engine)
-        spill = cast("SpillStore | None", engine.stores.disk)
-        if spill is not None:
-            spill.flush()  # a record that waits to be written is read from memory
+        subject = Subject(name, own.stepper(token), lambda: _anonymous(own.engine), own.engine)
+        if own.spill is not None:
+            own.spill.flush()  # a record that waits to be written is read from memory
             subject.page_cache = "warm"
-        if spill is not None and name.endswith("cold"):
-            folder = spill.path
+        if own.spill is not None and name.endswith("cold"):
+            folder = own.spill.path
             left = drop_page_cache(folder)
             if left > MOST_LEFT:
                 raise _LeftOut(f"{left:.0%} of the file stayed in the page cache")
             subject.page_cache = f"dropped before each token ({left:.1%} left)"
             subject.before = lambda: _drop(folder)
         yield subject
-        cache.close()
 
 
 def _drop(folder: Path) -> None:
     drop_page_cache(folder)
-
-
-def _twin(model: PreTrainedModel) -> PreTrainedModel:
-    """Return another model object over the same weights."""
-    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    return copy.deepcopy(model, shared)
 
 
 def _anonymous(engine: Any) -> int:

@@ -9,7 +9,7 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import tierkv
-from tierkv.benchmarks.decode import _twin
+from tierkv.benchmarks.filled import twin
 from tierkv.benchmarks.gpu_common import Layer, capacities
 from tierkv.errors import TierKVError
 from tierkv.integrations.hf_compat import block_layout
@@ -108,7 +108,7 @@ class Past:
             "attention": {"path": "gathered"} if gathered else {"path": "paged", "cold_read": read},
         }
         row |= {"device_capacity_bytes": sizes["device"], "host_capacity_bytes": sizes["host"]}
-        with tierkv.attach(_twin(self.model), config) as engine:
+        with tierkv.attach(twin(self.model), config) as engine:
             cache = engine.new_cache()
             engine.reserve(cache.sequences, 1, tokens, paged=not gathered)
             cache.sequences.first_seen = ()

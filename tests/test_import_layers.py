@@ -40,7 +40,20 @@ LAYERS = (
         "engine",
     ),
     ("integrations",),
-    ("__init__", "cost", "traces", "plan", "tune", "simulate", "testing", "benchmarks"),
+    (
+        "__init__",
+        "architecture",
+        "cost",
+        "hardware",
+        "charts",
+        "page",
+        "traces",
+        "plan",
+        "tune",
+        "simulate",
+        "testing",
+        "benchmarks",
+    ),
     ("cli", "__main__"),
 )
 RANKS = {name: rank for rank, names in enumerate(LAYERS) for name in names}

@@ -1,6 +1,8 @@
 """tierkv.toml: a configuration as a file in which every key is explained."""
 
 import textwrap
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Final
 
 from tierkv.config import FIELDS, SECTIONS, WORDING, CacheConfig
@@ -18,10 +20,14 @@ def default_toml() -> str:
     return as_toml(CacheConfig())
 
 
-def as_toml(config: CacheConfig) -> str:
+def as_toml(config: CacheConfig, reasons: Mapping[str, str] = MappingProxyType({})) -> str:
     """Return a tierkv.toml with every key explained; a key that was not set is commented out, as its default.
 
     Reading it back gives an equal config in which the same keys are set.
+
+    Args:
+        config: the values.
+        reasons: by dotted name, why a key has its value.
     """
     lines, section = _comment(_HEADER), ""
     for key, field in FIELDS.items():
@@ -30,6 +36,7 @@ def as_toml(config: CacheConfig) -> str:
             section = parent
             lines += ["", f"[{section}]", *_comment(SECTIONS[section].__doc__ or "")]
         lines += ["", *_comment(f"{field.description} Legal: {WORDING.legal(key)}.")]
+        lines += _comment(f"Why: {reasons[key]}") if key in reasons else []
         lines += [f"{'' if config.is_explicit(key) else '#'}{name} = {show(config.value(key), longest=None)}"]
     return "\n".join(lines) + "\n"
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 from tierkv.budgets import Budgets
 from tierkv.capacity import Capacity, ScratchPlan
 from tierkv.config import CacheConfig
-from tierkv.errors import BlockLost, CapacityError, ClosedError, TierKVError
+from tierkv.errors import CapacityError, ClosedError, TierKVError
 from tierkv.fetch import Fetcher
 from tierkv.gate import ForwardGate
 from tierkv.interrupts import deferred_interrupt
@@ -37,6 +37,7 @@ from tierkv.report import make_stats
 from tierkv.rows import RowTables
 from tierkv.scratch import Scratch
 from tierkv.sequences import SequenceBatch
+from tierkv.stepping import MAX_ROOM_ROUNDS, begin_when_there_is_room
 from tierkv.stores import Stores
 from tierkv.tier import Tier, Wire
 from tierkv.transfer import Copy, Ticket, TransferEngine
@@ -46,10 +47,6 @@ if TYPE_CHECKING:
     import torch
 
     from tierkv.block_table import BlockTable
-
-MAX_ROOM_ROUNDS = 1000
-"""Making room takes a few rounds; this many mean that sequences take each other's slots for ever."""
-
 
 class Engine:
     """Tiered KV memory for one model on one device. Use as a context manager, or call ``close``.
@@ -332,22 +329,14 @@ class Engine:
         self, rows: RowTables, tables: "Sequence[BlockTable]", count: int, begin_reads: Callable[[Step], None]
     ) -> None:
         """Make room until the manager has a step, and hand it over."""
-        for _ in range(MAX_ROOM_ROUNDS):
-            with deferred_interrupt():
-                try:
-                    self._mover.reap()
-                except BlockLost:
-                    self.manager.disown_shared()
-                    raise
-                outcome = self.manager.begin(tables, count)
-                if isinstance(outcome, Step):
-                    rows.step = outcome
-                    begin_reads(outcome)
-                    return
-                self._mover.submit(outcome.moves)
-            self.count(room_waits=1)
-            self._mover.wait()
-        raise TierKVError("no room could be made: sequences keep taking each other's blocks; close some caches")
+
+        def take(step: Step) -> None:
+            rows.step = step
+            begin_reads(step)
+
+        begin_when_there_is_room(
+            self.manager, self._mover, tables, count, take=take, waits=lambda: self.count(room_waits=1)
+        )
 
     def _grow_scratch(self, batch: SequenceBatch, tokens: int, *, paged: bool) -> None:
         """A cache whose longest length nobody announced outgrew the scratch: enlarge it, generously where possible."""

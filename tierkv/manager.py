@@ -177,7 +177,10 @@ class TierManager(TableBook):
         seen: set[Block] = set()
         for table in tables:
             for block in table.blocks:
-                if block.slots and block.tier in self.promoted and not block.arriving and block not in seen:
+                slots = block.slots
+                if Tier.DEVICE in slots or not slots:  # most blocks, and this runs at every step
+                    continue
+                if block.tier in self.promoted and not block.arriving and block not in seen:
                     seen.add(block)
                     yield block
 

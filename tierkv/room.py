@@ -54,15 +54,18 @@ class RoomMaker:
         device = places.pools[Tier.DEVICE]
         if device.free >= need.total:
             return [], True
-        self.forget_unused(need.total - self._free_everywhere())
-        if not moves_under_way and need.total > self._free_everywhere():
-            raise self._no_room(need)  # before anything idle has moved for it
-        running = places.active()
-        active = places.active(tables)
+        if need.total > sum(pool.free for pool in places.pools.values()):  # otherwise clean copies need no counting
+            self.forget_unused(need.total - self._free_everywhere())
+            if not moves_under_way and need.total > self._free_everywhere():
+                raise self._no_room(need)  # before anything idle has moved for it
         coming = sum(move.evicts and move.wire.source is Tier.DEVICE for move in moves_under_way)
         moves = self._clear_unused(need.total - coming)
         coming += len(moves)
         waiting = any(move.evicts for move in moves_under_way)
+        if device.free + coming >= need.total and (moves or waiting):
+            return moves, False  # unused blocks suffice, the usual case: no need to look at those of sequences
+        running = places.active()
+        active = places.active(tables)
 
         def evict(blocks: Iterable[Block], wanted: int) -> None:
             nonlocal coming, waiting
@@ -110,6 +113,8 @@ class RoomMaker:
         coming = sum(move.evicts and move.wire.source is Tier.DEVICE for move in places.moves)
         moves = self._clear_unused(wanted - coming)
         coming += len(moves)
+        if not idle or device.free + coming >= wanted:
+            return moves
         for block in idle_blocks(idle, places.active(tables), Tier.DEVICE):
             if device.free + coming >= wanted:
                 break
@@ -139,7 +144,7 @@ class RoomMaker:
         """Take unused blocks off the device until ``wanted`` slots are or will be free there."""
         moves: list[Move] = []
         device, host = self._places.pools[Tier.DEVICE], self._places.pools[Tier.HOST]
-        for block in self._shared.unused_in(Tier.DEVICE):
+        for block in self._shared.unused_on_device():
             if device.free + len(moves) >= wanted:
                 break
             if block.arriving:

@@ -7,7 +7,7 @@ only, so a rule never looks at one that a sequence needs.
 Pure bookkeeping, no I/O. Not thread-safe: the manager owns it.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from tierkv.block_table import Block
 from tierkv.eviction import make_policy
@@ -19,7 +19,11 @@ _SIZE = 1 << 20
 
 
 class SharedBlocks:
-    """An index of blocks by key. ``find`` never returns a block whose bytes are not all there."""
+    """An index of blocks by key. ``find`` never returns a block whose bytes are not all there.
+
+    Attributes:
+        on_forgotten: told the key of each unused block that goes.
+    """
 
     def __init__(self, eviction: str) -> None:
         """Make an empty index whose unused blocks go by the rule of that name."""
@@ -28,6 +32,10 @@ class SharedBlocks:
         self._blocks: dict[bytes, Block] = {}
         self._ids: dict[bytes, tuple[int, ...]] = {}
         self._unused: dict[Block, None] = {}  # let go of first before the others
+        # Those of them that lie on the device or are on their way there, in the same order, and some that were and have
+        # left it. None comes there otherwise: only blocks that a sequence holds move up.
+        self._maybe_on_device: dict[Block, None] = {}
+        self.on_forgotten: Callable[[bytes], None] | None = None
 
     @property
     def num_unused(self) -> int:
@@ -54,9 +62,13 @@ class SharedBlocks:
         """Whether a block is unused and kept."""
         return block in self._unused
 
-    def unused_in(self, tier: Tier) -> Iterator[Block]:
-        """Yield unused blocks whose highest copy is in ``tier``, those that were let go of first before the others."""
-        return (block for block in list(self._unused) if block.slots and block.tier is tier)
+    def unused_on_device(self) -> Iterator[Block]:
+        """Yield unused blocks with a copy on the device, those that were let go of first before the others."""
+        for block in list(self._maybe_on_device):
+            if Tier.DEVICE in block.slots:
+                yield block
+            elif Tier.DEVICE not in block.arriving:
+                self._maybe_on_device.pop(block, None)
 
     def add(self, block: Block, key: bytes, ids: Sequence[int], parent: bytes | None, cost: float) -> None:
         """Name a full block that a sequence holds; it is sealed by that.
@@ -81,6 +93,7 @@ class SharedBlocks:
         """Give a block to one more sequence. Of a sequence, the last block comes first."""
         block.references += 1
         self._unused.pop(block, None)
+        self._maybe_on_device.pop(block, None)
         assert block.key is not None
         entry = self._ledger.find(block.key)
         assert entry is not None
@@ -91,6 +104,7 @@ class SharedBlocks:
         if block.key is None:
             return False
         self._unused[block] = None
+        self._maybe_on_device[block] = None
         return True
 
     def victim(self, tiers: Collection[Tier] = tuple(Tier)) -> Block | None:
@@ -113,7 +127,10 @@ class SharedBlocks:
         assert entry is not None
         self._policy.evicted(self._ledger, entry)
         del self._unused[block], self._blocks[block.key], self._ids[block.key]
-        block.key = None
+        self._maybe_on_device.pop(block, None)
+        key, block.key = block.key, None
+        if self.on_forgotten is not None:
+            self.on_forgotten(key)
 
     def disown(self) -> list[Block]:
         """Forget every key, since what they stood for has changed; return the blocks that were unused."""
@@ -123,5 +140,6 @@ class SharedBlocks:
         self._blocks.clear()
         self._ids.clear()
         self._unused.clear()
+        self._maybe_on_device.clear()
         self._ledger = MemoryLedger()
         return unused

@@ -1,15 +1,19 @@
 """Traces: who asked for which tokens when, read from a file or made up from published statistics.
 
 read_trace("conversation_trace.jsonl")       ->  requests of a trace in the form that Mooncake publishes
+read_csv_trace("turns.csv")                  ->  requests of sessions, one turn a line, without any ids
 generate(PRESETS["chat"], seed=0)            ->  requests of made-up sessions of several turns each
 
-Both yield one request at a time. A request names its tokens by ids of blocks: equal ids at the same place mean equal
+All yield one request at a time. A request names its tokens by ids of blocks: equal ids at the same place mean equal
 tokens from the first to the end of that block. As in the published traces the last block may be a partial one, with an
 id of its own.
 """
 
+import csv
+import hashlib
 import heapq
 import json
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -19,6 +23,8 @@ from typing import Any, Final
 BLOCK_TOKENS: Final = 512
 """Tokens that an id of the published traces stands for."""
 _MOST: Final = 10**12
+CSV_COLUMNS: Final = ("timestamp_seconds", "session", "input_tokens", "output_tokens")
+"""The first line of a trace in CSV."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +36,15 @@ class Request:
         input_tokens: tokens of its prompt, everything said before included.
         output_tokens: tokens of its answer.
         hash_ids: one for every ``BLOCK_TOKENS`` tokens of the prompt, the last one for what is left over.
+        session: name of the session that it is a turn of, where the trace says so. All turns of a session are of one
+            text: each prompt begins with what was said before it, answers included.
     """
 
     timestamp_seconds: float
     input_tokens: int
     output_tokens: int
     hash_ids: tuple[int, ...]
+    session: str | None = None
 
 
 class TraceError(ValueError):
@@ -59,12 +68,73 @@ def read_trace(path: str | Path) -> Iterator[Request]:
                 continue
             try:
                 request = _request(line)
-                if request.timestamp_seconds < last:
-                    raise _wrong("timestamp", "is earlier than that of the line before", "ascending order")
+                _check_order(request, last, "timestamp")
             except TraceError as error:
                 raise TraceError(f"{path}, line {number}: {error}") from None
             last = request.timestamp_seconds
             yield request
+
+
+def read_csv_trace(path: str | Path) -> Iterator[Request]:
+    """Yield the requests of a CSV file whose first line is ``timestamp_seconds,session,input_tokens,output_tokens``.
+
+    Each further line is one turn: when it came, any name for its session, the tokens of its prompt (all that was said
+    before included) and those of its answer. All turns of a session are of one text; two sessions share nothing. Empty
+    lines are passed over.
+
+    Raises:
+        OSError: the file cannot be read.
+        TraceError: a line is not of this form.
+    """
+    last = 0.0
+    with Path(path).open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+        rows = csv.reader(file, strict=True)
+        try:
+            _check_header(next(filter(None, rows), []))
+            for request in map(_csv_request, filter(None, rows)):
+                _check_order(request, last, CSV_COLUMNS[0])
+                last = request.timestamp_seconds
+                yield request
+        except (TraceError, csv.Error) as error:
+            raise TraceError(f"{path}, line {max(1, rows.line_num)}: {error}") from None
+
+
+def _check_header(row: list[str]) -> None:
+    if tuple(one.strip() for one in row) != CSV_COLUMNS:
+        raise TraceError(f"the columns are not named (legal: {','.join(CSV_COLUMNS)})")
+
+
+def _check_order(request: Request, last: float, name: str) -> None:
+    if request.timestamp_seconds < last:
+        raise _wrong(name, "is earlier than that of the line before", "ascending order")
+
+
+def _csv_request(row: list[str]) -> Request:
+    if len(row) != len(CSV_COLUMNS):
+        raise TraceError(f"has {len(row)} fields (legal: {len(CSV_COLUMNS)}: {','.join(CSV_COLUMNS)})")
+    time, session, *counts = (one.strip() for one in row)
+    try:
+        seconds = float(time)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds <= _MOST:
+        raise _wrong(CSV_COLUMNS[0], "is wrong", f"seconds, 0 to {_MOST:,}")
+    if not session:
+        raise _wrong(CSV_COLUMNS[1], "is empty", "any name")
+    tokens, output = (
+        _count({name: int(text) if text.isascii() and text.isdigit() and len(text) < 20 else None}, name)
+        for name, text in zip(CSV_COLUMNS[2:], counts, strict=True)
+    )
+    ids = [_id_of(session, index, BLOCK_TOKENS) for index in range(tokens // BLOCK_TOKENS)]
+    if rest := tokens % BLOCK_TOKENS:
+        ids.append(_id_of(session, len(ids), rest))
+    return Request(seconds, tokens, output, tuple(ids), session)
+
+
+def _id_of(session: str, index: int, tokens: int) -> int:
+    """Return the id of so many leading tokens of a session's block: the same each time, and another for any others."""
+    text = f"{index}/{tokens}/{session}".encode("utf-8", "surrogateescape")
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
 
 
 def _request(line: bytes) -> Request:

@@ -19,7 +19,7 @@ SMALL = (
         (["--longest", "1400"], ["--longest 1400", "give at least 1500"]),
         (["--device", "5"], ["device.capacity = 5 bytes", "working set", "give it for example"]),
         (["--device", "many"], ["--device", '"many" is not a size', "512MiB"]),
-        (["--host", "40%"], ["--host", "40%", "bytes that stay the same"]),
+        (["--host", "40%"], ["--host", "40%", "share of what is free"]),
         (["--disk", "1 gb"], ["--disk", "is not a size"]),
         (["--max-sessions", "1"], ["--max-sessions"]),
         (["--threads", "-1"], ["--threads"]),

@@ -1,14 +1,10 @@
 """``tierkv bench``: measurements, each beside what one would use otherwise."""
 
-import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from tierkv.cli import options
 from tierkv.cli.console import BadInput, check_savable, out, print_json, reserve_stdout, save_json
 from tierkv.cli.process import nothing_to_clean_up
 from tierkv.cli.progress import Progress
@@ -62,12 +58,12 @@ def decode(
     A random model of SmolLM2-135M's shapes runs over synthetic K and V of the given length: nothing is prefilled, and every
     cache holds the same. The caches take turns; logits are compared before anything is timed.
     """
-    lengths = [_whole(part, "--contexts") for part in _parts(contexts)]
-    kinds = _known(dtypes, DTYPES, "--dtypes")
+    lengths = [options.tokens(part, "--contexts") for part in options.parts(contexts)]
+    kinds = options.known(dtypes, DTYPES, "--dtypes")
     check_savable(save, "--save")
     with reserve_stdout(as_json):
         result = _run(lengths, kinds, caches, rounds, disk_path)
-    result["command"] = _command()
+    result["command"] = options.command_line()
     if save is not None:
         save_json(save, result)
     if as_json:
@@ -91,8 +87,8 @@ def kernels(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
     """Time attention over blocks by itself, beside PyTorch's over dense tensors and a plain read of memory."""
-    lengths = [_whole(part, "--contexts") for part in _parts(contexts)]
-    kinds = _known(dtypes, DTYPES, "--dtypes")
+    lengths = [options.tokens(part, "--contexts") for part in options.parts(contexts)]
+    kinds = options.known(dtypes, DTYPES, "--dtypes")
     check_savable(save, "--save")
     with reserve_stdout(as_json):
         progress = Progress()
@@ -108,7 +104,7 @@ def kernels(
                 for context in lengths:
                     rows.append(measured.measure(context, dtype, rounds))
                     stage.advance()
-    result = {"machine": machine.description(), "rounds": rounds, "rows": rows, "command": _command()}
+    result = {"machine": machine.description(), "rounds": rounds, "rows": rows, "command": options.command_line()}
     if save is not None:
         save_json(save, result)
     if as_json:
@@ -128,15 +124,11 @@ def kernels(
     out.print("of a read: K and V that attention reads in a second, as a share of a plain read of memory", style="dim")
 
 
-def _command() -> str:
-    return " ".join(["tierkv", *sys.argv[1:]])
-
-
 def _run(contexts: list[int], dtypes: list[str], caches: str, rounds: int, disk_path: str | None) -> dict[str, Any]:
     progress = Progress()
     with nothing_to_clean_up():
         from tierkv.benchmarks import decode, machine
-    chosen = _known(caches, decode.CACHES, "--caches") if caches else list(decode.CACHES)
+    chosen = options.known(caches, decode.CACHES, "--caches") if caches else list(decode.CACHES)
     for context in contexts:
         for dtype in dtypes:
             needed = (len(chosen) + 1) * decode.kv_bytes_of(context, dtype) + MODEL_BYTES
@@ -154,7 +146,7 @@ def _run(contexts: list[int], dtypes: list[str], caches: str, rounds: int, disk_
         "left_out": [],
         "attention": [],
     }
-    with _scratch_folder(disk_path) as folder:
+    with options.scratch_folder(disk_path) as folder:
         result["file_system"] = machine.file_system(folder)
         for dtype in dtypes:
             for context in contexts:
@@ -173,19 +165,6 @@ def _run(contexts: list[int], dtypes: list[str], caches: str, rounds: int, disk_
         result |= {name: last[name] for name in ("attention_bytes_per_second", "memory_read_bytes_per_second")}
     result["seconds"] = progress.seconds
     return result
-
-
-@contextmanager
-def _scratch_folder(parent: str | None) -> Iterator[Path]:
-    """Give a folder for the disk tiers, gone afterwards."""
-    try:
-        if parent is not None:
-            Path(parent).mkdir(parents=True, exist_ok=True)
-        folder = tempfile.TemporaryDirectory(prefix="tierkv-bench-", dir=parent)
-    except OSError as error:
-        raise BadInput(f"--disk-path {parent}: {error.strerror}; give a folder that can be written to") from None
-    with folder as name:
-        yield Path(name)
 
 
 def _print(result: dict[str, Any]) -> None:
@@ -216,21 +195,3 @@ def _print(result: dict[str, Any]) -> None:
 
 def _times(ratio: float | None) -> str:
     return "" if ratio is None else f"{ratio:.2f}x"
-
-
-def _parts(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",")]
-
-
-def _known(text: str, legal: tuple[str, ...], option: str) -> list[str]:
-    parts = _parts(text)
-    for part in parts:
-        if part not in legal:
-            raise BadInput(f"{option}: {part!r} is not known (legal: {', '.join(legal)})")
-    return list(dict.fromkeys(parts))
-
-
-def _whole(part: str, option: str) -> int:
-    if not part.isdecimal() or not 1 <= int(part) <= 1_000_000:
-        raise BadInput(f"{option}: {part!r} is not a number of tokens (legal: whole numbers from 1 to 1,000,000)")
-    return int(part)

@@ -1,7 +1,6 @@
 """``tierkv bench replay``: how often each eviction rule would have found what a trace asks for."""
 
 import platform
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from decimal import Decimal, InvalidOperation
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import tierkv
+from tierkv.cli import options
 from tierkv.cli.console import BadInput, check_savable, out, print_json, reserve_stdout, save_json
 from tierkv.cli.process import nothing_to_clean_up
 from tierkv.cli.progress import Progress
@@ -79,8 +79,8 @@ def replay(
     the setting prefix.eviction. [bold]belady[/bold] knows the future: no rule finds more. What a store without limits
     finds is the ceiling.
     """
-    rules = _known(policies, KINDS, "--policies")
-    shares = [_share(part) for part in _parts(capacities)]
+    rules = options.known(policies, KINDS, "--policies")
+    shares = [_share(part) for part in options.parts(capacities)]
     sources = _sources(trace, preset, sessions, seed)
     check_savable(save, "--save")
     if save is not None and trace is not None and Path(save).resolve() == Path(trace).resolve():
@@ -106,7 +106,7 @@ def _sources(trace: str | None, preset: str | None, sessions: int | None, seed: 
             raise BadInput(f"{trace!a}: the name of the trace is not UTF-8; give it another") from None
         return [_Source(trace, "reading", read_trace(trace), {"file": trace})]
     sources = []
-    for name in _known(preset if preset is not None else "chat", tuple(PRESETS), "--preset"):
+    for name in options.known(preset if preset is not None else "chat", tuple(PRESETS), "--preset"):
         workload = PRESETS[name] if sessions is None else replace(PRESETS[name], sessions=sessions)
         facts = {"preset": name, "seed": seed or 0, "workload": asdict(workload)}
         sources.append(_Source(name, "making up", generate(workload, seed or 0), facts))
@@ -137,7 +137,7 @@ def _run(sources: list[_Source], rules: list[str], shares: list[Decimal]) -> dic
                     outcome = measured.replay(trace, rule, capacity, stage.advance)
                     result["rows"].append({"trace": source.name, "capacity_percent": float(share), **outcome.row()})
     result["seconds"] = progress.seconds
-    result["command"] = " ".join(["tierkv", *sys.argv[1:]])
+    result["command"] = options.command_line()
     return result
 
 
@@ -187,18 +187,6 @@ def _print(result: dict[str, Any]) -> None:
         style="dim",
         soft_wrap=True,
     )
-
-
-def _parts(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",")]
-
-
-def _known(text: str, legal: tuple[str, ...], option: str) -> list[str]:
-    parts = _parts(text)
-    for part in parts:
-        if part not in legal:
-            raise BadInput(f"{option}: {part!r} is not known (legal: {', '.join(legal)})")
-    return list(dict.fromkeys(parts))
 
 
 def _share(part: str) -> Decimal:

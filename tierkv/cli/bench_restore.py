@@ -7,7 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from tierkv.cli.bench import DTYPES, _command, _parts, _scratch_folder, _whole
+from tierkv.cli import options
+from tierkv.cli.bench import DTYPES
 from tierkv.cli.console import BadInput, Failed, check_savable, out, print_json, reserve_stdout, save_json
 from tierkv.cli.process import nothing_to_clean_up
 from tierkv.cli.progress import Progress
@@ -74,10 +75,9 @@ def restore(
     the model once; they take turns. After a restart the page cache is dropped. The first token is checked in every run.
     The cost of writing behind a prefill is measured too. 8,000 tokens take some minutes on two cores.
     """
-    lengths = sorted({_whole(part, "--prompt-tokens") for part in _parts(prompt_tokens)})
-    for option, value, legal in (("--dtype", dtype, DTYPES), ("--block-size", block_size, BLOCK_SIZES)):
-        if value not in legal:
-            raise BadInput(f"{option}: {value!r} is not known (legal: {', '.join(legal)})")
+    lengths = sorted({options.tokens(part, "--prompt-tokens") for part in options.parts(prompt_tokens)})
+    options.one_of(dtype, DTYPES, "--dtype")
+    options.one_of(block_size, BLOCK_SIZES, "--block-size")
     least = max(LEAST_TOKENS, int(block_size) + 1)
     if lengths[0] < least:
         raise BadInput(
@@ -108,7 +108,7 @@ def _run(
         from tierkv.benchmarks import machine
         from tierkv.benchmarks import restore as measured
     with ExitStack() as stack:
-        folder = stack.enter_context(_scratch_folder(disk_path))
+        folder = stack.enter_context(options.scratch_folder(disk_path))
         plan = measured.Plan(model, dtype, runs, prefills, block_size, folder)
         with progress.stage("load", f"loading {model} in {PROCESSES} processes"):
             children, facts = stack.enter_context(measured.contenders(plan, torch.get_num_threads()))
@@ -127,7 +127,7 @@ def _run(
             with progress.stage(str(tokens), f"{facts['dtype']}, {tokens:,} tokens", plan.steps) as stage:
                 result["rows"].append(measured.measure(tokens, plan, children, facts, stage.advance))
     result["seconds"] = progress.seconds
-    result["command"] = _command()
+    result["command"] = options.command_line()
     return {**result["rows"][-1], **result}
 
 

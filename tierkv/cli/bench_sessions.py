@@ -1,19 +1,15 @@
 """``tierkv bench sessions``: how many conversations one device budget holds, in four layouts."""
 
-import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tierkv.cli import options
 from tierkv.cli.console import BadInput, Failed, check_savable, out, print_json, reserve_stdout, save_json
 from tierkv.cli.process import nothing_to_clean_up
 from tierkv.cli.progress import Progress
-from tierkv.errors import ConfigError
-from tierkv.sizes import format_bytes, free_memory, parse_size
+from tierkv.sizes import format_bytes, free_memory
 
 if TYPE_CHECKING:
     from tierkv.benchmarks.sessions import Budgets
@@ -88,19 +84,19 @@ def sessions(
     [bold]shared[/bold] shares equal prefixes as well, [bold]tiered[/bold] has host memory and disk below the same device
     budget. Several minutes on two cores.
     """
-    if dtype not in DTYPES:
-        raise BadInput(f"--dtype: {dtype!r} is not known (legal: {', '.join(DTYPES)})")
+    options.one_of(dtype, DTYPES, "--dtype")
     if shortest + system_tokens > longest:
         raise BadInput(
             f"--longest {longest} has no room for a system prompt of {system_tokens} tokens and {shortest} of a prompt's own; "
             f"give at least {shortest + system_tokens}"
         )
-    sizes = {"device": _size(device, "--device"), "host": _size(host, "--host"), "disk": _size(disk, "--disk")}
+    given = {"device": device, "host": host, "disk": disk}
+    sizes = {name: None if text is None else options.size_bytes(text, f"--{name}") for name, text in given.items()}
     check_savable(save, "--save")
     lengths = {"shortest": shortest, "longest": longest, "system": system_tokens, "answer": answer}
     with reserve_stdout(as_json):
         result = _run(model, dtype, sizes, {"count": max_sessions, **lengths}, threads, disk_path)
-    result["command"] = " ".join(["tierkv", *sys.argv[1:]])
+    result["command"] = options.command_line()
     if save is not None:
         save_json(save, result)
     if as_json:
@@ -109,19 +105,6 @@ def sessions(
         _print(result)
     if dtype == "float32" and not result["tokens_equal"]:
         raise Failed("answers differ from the stock cache's; the record's layouts say which (unequal_answers)")
-
-
-def _size(text: str | None, option: str) -> int | None:
-    """Return the bytes that an option names, or None where it was not given."""
-    if text is None:
-        return None
-    try:
-        size = parse_size(text)
-    except ConfigError as error:
-        raise BadInput(f"{option}: {error}") from None
-    if size.percent is not None:
-        raise BadInput(f"{option}: {text} depends on what is free; give bytes that stay the same, for example 512MiB")
-    return size.size_bytes
 
 
 def _run(
@@ -148,7 +131,7 @@ def _run(
     mix = _mix(tokenizer, plan)
     per_token = measured.token_bytes(model)
     reserved = plan.context * per_token
-    with _scratch_folder(disk_path) as folder:
+    with options.scratch_folder(disk_path) as folder:
         budgets = _budgets(measured.Budgets, sizes, plan, mix, per_token, folder)
         _check_memory(budgets, mix, per_token)
         measured.check_budgets(model, budgets)
@@ -244,19 +227,6 @@ def _check_memory(budgets: "Budgets", mix: "list[Session]", per_token: int) -> N
             f"the tiers and the stock cache's prompts need about {format_bytes(needed)} of memory and "
             f"{format_bytes(free_memory())} is free; choose fewer --max-sessions or a smaller --longest, --device or --host"
         )
-
-
-@contextmanager
-def _scratch_folder(parent: str | None) -> Iterator[Path]:
-    """Give a folder for the disk tier, gone afterwards."""
-    try:
-        if parent is not None:
-            Path(parent).mkdir(parents=True, exist_ok=True)
-        folder = tempfile.TemporaryDirectory(prefix="tierkv-bench-", dir=parent)
-    except OSError as error:
-        raise BadInput(f"--disk-path {parent}: {error.strerror}; give a folder that can be written to") from None
-    with folder as name:
-        yield Path(name)
 
 
 def _print(result: dict[str, Any]) -> None:

@@ -9,7 +9,19 @@ from typing import Annotated
 import typer
 
 import tierkv
-from tierkv.cli import bench, bench_replay, bench_restore, bench_sessions, demo, generate, info, store
+from tierkv.cli import (
+    bench,
+    bench_predict,
+    bench_replay,
+    bench_restore,
+    bench_sessions,
+    demo,
+    generate,
+    info,
+    plan,
+    store,
+    tune,
+)
 from tierkv.cli.console import CommandGroup
 
 app = typer.Typer(
@@ -22,11 +34,14 @@ app = typer.Typer(
 )
 app.command("demo", epilog=demo.EPILOG)(demo.demo)
 app.command("generate", epilog=generate.EPILOG)(generate.generate)
+bench.app.command("predict", epilog=bench_predict.EPILOG)(bench_predict.predict)
 bench.app.command("replay", epilog=bench_replay.EPILOG)(bench_replay.replay)
 bench.app.command("restore", epilog=bench_restore.EPILOG)(bench_restore.restore)
 bench.app.command("sessions", epilog=bench_sessions.EPILOG)(bench_sessions.sessions)
 app.add_typer(bench.app)
 app.add_typer(store.app)
+app.command("tune", epilog=tune.EPILOG)(tune.tune)
+app.command("plan", epilog=plan.EPILOG)(plan.plan)
 app.command("info", epilog=info.EPILOG)(info.info)
 
 

@@ -178,10 +178,15 @@ def check_savable(path: str | None, option: str) -> None:
 
 def save_json(path: str, result: Mapping[str, Any]) -> None:
     """Write the JSON object of a command to a file, whole or not at all; ask ``check_savable`` before."""
+    save_text(path, json.dumps(result, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def save_text(path: str, text: str) -> None:
+    """Write a file, whole or not at all; ask ``check_savable`` before."""
     target = Path(path).resolve()
     beside = _beside(target)
     try:
-        beside.write_text(json.dumps(result, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
+        beside.write_text(text, encoding="utf-8")
         beside.replace(target)
     finally:
         beside.unlink(missing_ok=True)

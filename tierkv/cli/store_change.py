@@ -6,11 +6,12 @@ from typing import Annotated, Any
 
 import typer
 
+from tierkv.cli import options
 from tierkv.cli.console import BadInput, Failed, check_savable, err, out, print_json, reserve_stdout
 from tierkv.cli.progress import Progress
 from tierkv.cli.store_open import JsonOption, PathOption, chains_of, only_one, opened, parse_duration
-from tierkv.errors import ConfigError, StoreError
-from tierkv.sizes import format_bytes, parse_size
+from tierkv.errors import StoreError
+from tierkv.sizes import format_bytes
 
 _LEAVES_ADVICE = "tierkv store ls --blocks lists them"
 
@@ -45,7 +46,7 @@ def gc(
     Pinned blocks stay, with all that they continue. The store's capacity stays as it is: a budget is reached once, and later
     writes may use the room again.
     """
-    budget_bytes = None if budget is None else _bytes_of(budget, "--budget")
+    budget_bytes = None if budget is None else options.size_bytes(budget, "--budget")
     seconds = None if max_age is None else parse_duration(max_age, "--max-age")
     with reserve_stdout(as_json), opened(path) as found:
         store, progress = found.store, Progress()
@@ -247,13 +248,3 @@ def _refusal(file: str, error: StoreError) -> Exception:
     except StoreError as own:
         return BadInput(f"{own}; give a file from tierkv store export")
     return Failed(str(error))
-
-
-def _bytes_of(text: str, option: str) -> int:
-    try:
-        size = parse_size(text)
-    except ConfigError as error:
-        raise BadInput(f"{option}: {error}") from None
-    if size.percent is not None:
-        raise BadInput(f"{option}: {text!r} is a share of what is free (legal here: 512MiB, 1.5GiB, 2GB, or bytes)")
-    return size.size_bytes

@@ -1,0 +1,179 @@
+"""The hardware profile of this machine, with what ``tierkv tune`` measured: a TOML that ``--profile`` takes."""
+
+import datetime
+import json
+import os
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import psutil
+import torch
+
+from tierkv.benchmarks.machine import description, memory_read_bytes_per_second
+from tierkv.fit import Fit
+from tierkv.layout import DTYPE_BYTES
+from tierkv.tier import Tier, Wire
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_MATRIX: Final = 1024
+_COPY_BYTES: Final = 256 * 2**20
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What was measured.
+
+    Attributes:
+        model: its name.
+        block_size: tokens in a block.
+        block_bytes: of a block, all layers.
+        parameters: of the model.
+        write_bytes_per_second: at what rate the store takes KV for good.
+        disk: a folder on the disk that is meant.
+    """
+
+    model: str
+    block_size: int
+    block_bytes: int
+    parameters: int
+    write_bytes_per_second: float
+    disk: Path
+
+
+def profile_toml(model: "PreTrainedModel", fitted: Fit, subject: Subject) -> str:
+    """Measure what is still missing, and return the profile of this machine.
+
+    Args:
+        model: on its device.
+        fitted: the parameters of this machine and model.
+        subject: what else is known.
+    """
+    device, dtype = model.device, str(model.dtype).removeprefix("torch.")
+    on_gpu = device.type == "cuda"
+    said = description()
+    name = said["accelerator"] or said["processor"] or "this machine"
+    today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
+    source = f"measured on {today} with {subject.model} in {dtype}"
+    costs = fitted.costs
+    memory = torch.cuda.mem_get_info(device)[1] if on_gpu else psutil.virtual_memory().total
+    bandwidth = _device_read(device) if on_gpu else memory_read_bytes_per_second(2**28)
+    flops = _flops(device, model.dtype)
+    weight_seconds = subject.parameters * DTYPE_BYTES[dtype] / bandwidth
+    reached = 2 * subject.parameters / costs.token_seconds / flops if costs.token_seconds else 0.5
+    disk = psutil.disk_usage(str(subject.disk)).total
+    spill = costs.wires.get(Wire(Tier.DISK, Tier.DEVICE))
+    lines = [
+        f"# {name}: written by tierkv tune, for --profile of tierkv plan and tierkv simulate.",
+        f"name = {json.dumps(_slug(name))}",
+        f"title = {json.dumps(f'{name}, {os.cpu_count()} cores')}",
+        "",
+        *_section(
+            "device",
+            {
+                "memory_bytes": (memory, "what the system says"),
+                "memory_bytes_per_second": (bandwidth, f"a plain read, {source}"),
+                "flops_per_second": (
+                    flops * DTYPE_BYTES[dtype] / 2,
+                    f"a matrix product in {dtype}, counted as 16 bits, {source}",
+                ),
+                "read_efficiency": (
+                    min(1.0, costs.kv_bytes_per_second[Tier.DEVICE] / bandwidth),
+                    f"attention, {source}",
+                ),
+                "compute_efficiency": (min(1.0, reached), f"prefill, {source}"),
+                "step_seconds": (
+                    max(0.0, costs.step_seconds - weight_seconds),
+                    f"a token without KV, less its weights, {source}",
+                ),
+                "overlap": (costs.overlap, f"fitted, {source}"),
+            },
+        ),
+        *_section("disk", {"capacity_bytes": (disk, "what the file system says")}),
+    ]
+    stored, written = costs.stored_bytes_per_second or 0.0, subject.write_bytes_per_second
+    middle = "host" if on_gpu else "device"
+    if on_gpu:
+        up, down = _copies(device)
+        host = {
+            "memory_bytes": (psutil.virtual_memory().total, "what the system says"),
+            "memory_bytes_per_second": (memory_read_bytes_per_second(2**28), f"a plain read, {source}"),
+        }
+        lines += _section("host", host)
+        lines += _cable("host_to_device", 0.0, up, f"pinned copies, {source}")
+        lines += _cable("device_to_host", 0.0, down, f"pinned copies, {source}")
+    latency = spill.latency_seconds if spill else 0.0
+    lines += _cable(
+        f"disk_to_{middle}", latency, stored or written, f"records of a slice; prefix store, page cache empty, {source}"
+    )
+    lines += _cable(f"{middle}_to_disk", 0.0, written, f"prefix store, written for good, {source}")
+    lines += ["[measured]", f"model = {json.dumps(subject.model)}", f'dtype = "{dtype}"']
+    numbers: Mapping[str, Any] = {
+        "layers": fitted.layers, "block_bytes": subject.block_bytes, "block_size": subject.block_size,
+        **{name: getattr(costs, name) for name in _NUMBERS},
+    }  # fmt: skip
+    lines += [f"{name} = {value!r}" for name, value in numbers.items() if value is not None]
+    lines += ["", "[measured.kv_bytes_per_second]"]
+    lines += [f"{tier.label} = {rate!r}" for tier, rate in costs.kv_bytes_per_second.items()]
+    for wire, line in costs.wires.items():
+        lines += ["", f"[measured.wires.{wire.label}]", f"latency_seconds = {line.latency_seconds!r}"]
+        lines += [f"bytes_per_second = {line.bytes_per_second!r}"]
+    return "\n".join(lines) + "\n"
+
+
+_NUMBERS: Final = (
+    "step_seconds", "row_seconds", "overlap", "hop_seconds", "token_seconds", "pair_seconds", "past_pair_seconds", "restore_seconds",
+    "block_seconds", "stored_bytes_per_second",
+)  # fmt: skip
+
+
+def _section(name: str, figures: Mapping[str, tuple[float, str]]) -> list[str]:
+    lines = [f"[{name}]"]
+    lines += [f"{key} = {{ value = {value!r}, source = {json.dumps(text)} }}" for key, (value, text) in figures.items()]
+    return [*lines, ""]
+
+
+def _cable(name: str, latency: float, rate: float, source: str) -> list[str]:
+    return _section(name, {"latency_seconds": (latency, source), "bytes_per_second": (rate, source)})
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", name.casefold()).strip("-") or "machine"
+
+
+def _flops(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the operations a second of a matrix product, the best of a few."""
+    one = torch.ones((_MATRIX, _MATRIX), dtype=dtype, device=device)
+    best = float("inf")
+    for _ in range(5):
+        best = min(best, _seconds(device, lambda: one @ one))
+    return 2 * _MATRIX**3 / best
+
+
+def _device_read(device: torch.device) -> float:
+    data = torch.ones(_COPY_BYTES, dtype=torch.float32, device=device)
+    return data.nbytes / min(_seconds(device, data.sum) for _ in range(5))
+
+
+def _copies(device: torch.device) -> tuple[float, float]:
+    """Return the rates of pinned copies to the device and from it."""
+    host = torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
+    own = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device)
+    up = min(_seconds(device, lambda: own.copy_(host, non_blocking=True)) for _ in range(5))
+    down = min(_seconds(device, lambda: host.copy_(own, non_blocking=True)) for _ in range(5))
+    return _COPY_BYTES / up, _COPY_BYTES / down
+
+
+def _seconds(device: torch.device, work: Any) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    began = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - began

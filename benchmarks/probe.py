@@ -30,6 +30,7 @@ SPARE_BYTES: Final = 24 * 2**20
 """Scratch, and blocks that are not full."""
 
 Advance = Callable[[], None]
+Pick = Callable[[Sequence[float]], float]
 Settings = Mapping[str, Any]
 """Keys of a configuration by dotted name, besides the sizes."""
 
@@ -46,17 +47,18 @@ class Decode:
 class Probe:
     """Measures one model. Files go to a folder of the disk that is meant."""
 
-    def __init__(self, model: PreTrainedModel, folder: Path) -> None:
-        """Measure ``model``."""
+    def __init__(self, model: PreTrainedModel, folder: Path, pick: Pick = statistics.median) -> None:
+        """Measure ``model``; ``pick`` says which of the repeated times counts."""
         self.model = model
         self.folder = folder
+        self._pick = pick
         self.token_bytes = token_bytes(model)
         self._token = torch.full((1, 1), 11, device=model.device)
 
     # -- decoding -------------------------------------------------------------------------------------------------
 
     def decode(self, wanted: Sequence[Decode], rounds: int, advance: Advance = lambda: None) -> list[DecodePoint]:
-        """Time one decoded token of each, in turns; the median of ``rounds``.
+        """Time one decoded token of each, in turns; one of ``rounds``, see ``pick``.
 
         The page cache holds what the disk tier has written: that is the state of a spill that has just happened.
 
@@ -87,7 +89,7 @@ class Probe:
                     times[number].append(self._timed(step))
                 advance()
             return [
-                DecodePoint(_lying(own), size, statistics.median(some), _read_of(own))
+                DecodePoint(_lying(own), size, self._pick(some), _read_of(own))
                 for own, size, some in zip(places, sizes, times, strict=True)
             ]
 
@@ -112,7 +114,7 @@ class Probe:
     def prefill(
         self, wanted: Sequence[tuple[int, int]], rounds: int, advance: Advance = lambda: None
     ) -> list[PrefillPoint]:
-        """Time a forward of so many tokens behind so many others, ``(tokens, past)``; the median of ``rounds``.
+        """Time a forward of so many tokens behind so many others, ``(tokens, past)``; one of ``rounds``, see ``pick``.
 
         Args:
             wanted: what to time.
@@ -127,23 +129,23 @@ class Probe:
             "host": {"capacity": 0}, "disk": {"capacity": 0}, "prefix": {"share": False, "persist": False},
         }  # fmt: skip
         with torch.inference_mode(), tierkv.attach(twin(self.model), config) as engine:
-            for _ in range(rounds):
+            for turn in range(1 + rounds):  # the first one warms up
                 for number, (tokens, past) in enumerate(wanted):
                     with closing(engine.new_cache()) as cache:
                         if past:
                             engine.model(input_ids=ids[:, :past], cache=cache, use_cache=True)
                         part = ids[:, past : past + tokens]
-                        times[number].append(
-                            self._timed(
-                                lambda part=part, cache=cache: engine.model(  # type: ignore[misc]
-                                    input_ids=part, cache=cache, use_cache=True, logits_to_keep=1
-                                )
+                        seconds = self._timed(
+                            lambda part=part, cache=cache: engine.model(  # type: ignore[misc]
+                                input_ids=part, cache=cache, use_cache=True, logits_to_keep=1
                             )
                         )
-                advance()
+                        if turn:
+                            times[number].append(seconds)
+                if turn:
+                    advance()
         return [
-            PrefillPoint(tokens, past, statistics.median(some))
-            for (tokens, past), some in zip(wanted, times, strict=True)
+            PrefillPoint(tokens, past, self._pick(some)) for (tokens, past), some in zip(wanted, times, strict=True)
         ]
 
     # -- internals ------------------------------------------------------------------------------------------------

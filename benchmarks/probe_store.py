@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 import tierkv
 from tierkv.benchmarks.filled import synthetic_kv, token_bytes, twin
 from tierkv.benchmarks.machine import drop_page_cache
-from tierkv.benchmarks.probe import SPARE_BYTES, Advance, Settings, merged, synchronize
+from tierkv.benchmarks.probe import SPARE_BYTES, Advance, Pick, Settings, merged, synchronize
 from tierkv.benchmarks.restore_process import keep_all
 from tierkv.benchmarks.restore_raw import read_bytes_per_second, write_file
 from tierkv.errors import TierKVError
@@ -56,10 +56,11 @@ class _Stored:
 class StoreProbe:
     """Measures the store with one model's KV. Files go to a folder of the disk that is meant."""
 
-    def __init__(self, model: PreTrainedModel, folder: Path) -> None:
-        """Measure with the shapes of ``model``."""
+    def __init__(self, model: PreTrainedModel, folder: Path, pick: Pick = statistics.median) -> None:
+        """Measure with the shapes of ``model``; ``pick`` says which of the repeated times counts."""
         self.model = model
         self.folder = folder
+        self._pick = pick
         self.token_bytes = token_bytes(model)
 
     def restore(self, wanted: Sequence[Restore], rounds: int, advance: Advance = lambda: None) -> list[RestorePoint]:
@@ -67,7 +68,7 @@ class StoreProbe:
 
         Args:
             wanted: what to time.
-            rounds: restores of each; the median counts, and so does that of the plain reads.
+            rounds: restores of each; ``pick`` says which counts; of the plain reads it is the median.
             advance: called ``len(wanted) + rounds`` times.
 
         Raises:
@@ -87,17 +88,19 @@ class StoreProbe:
             for _ in range(rounds):
                 drop_page_cache(raw)
                 rates.append(read_bytes_per_second(raw / "bytes", "buffered", 1) or 0.0)
-                for number, one in enumerate(stored):
-                    times[number].append(self._restore(one))
+                for number, prefix in enumerate(stored):
+                    times[number].append(self._restore(prefix))
                 advance()
         rate = statistics.median(rates)
         return [
-            RestorePoint(one.tokens // one.block_size, one.block_size * self.token_bytes, rate, statistics.median(some))
-            for one, some in zip(stored, times, strict=True)
+            RestorePoint(
+                prefix.tokens // prefix.block_size, prefix.block_size * self.token_bytes, rate, self._pick(some)
+            )
+            for prefix, some in zip(stored, times, strict=True)
         ]
 
     def write(self, wanted: Sequence[Restore], rounds: int, advance: Advance = lambda: None) -> list[float]:
-        """Return the seconds until the store has written a prefix to the disk for good, the median of ``rounds`` each.
+        """Return the seconds until the store has written a prefix to the disk for good, one of ``rounds`` each, see ``pick``.
 
         Args:
             wanted: what to time.
@@ -113,7 +116,7 @@ class StoreProbe:
                 with tempfile.TemporaryDirectory(dir=self.folder) as name:
                     times[number].append(self._store(one, Path(name)).write_seconds)
             advance()
-        return [statistics.median(some) for some in times]
+        return [self._pick(some) for some in times]
 
     def _store(self, one: Restore, folder: Path) -> "_Stored":
         """Put a prefix of synthetic KV into a store of its own."""

@@ -10,11 +10,13 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from pathlib import PurePath
 from typing import Any, NoReturn, cast
 
 import torch
 from transformers import PreTrainedModel
 
+from tierkv import publish
 from tierkv.config import CacheConfig, load_config
 from tierkv.engine import Engine
 from tierkv.errors import BlockLost, CapacityError, StoreFull, TierKVError, UnsafeCall, UnsupportedModel
@@ -68,6 +70,7 @@ def attach(
     if getattr(model, _ATTACHED, None) is not None:
         raise TierKVError(f"tierkv is already attached to this model; call model.{_ATTACHED}.close() first")
     checked = load_config(config)
+    publish.is_wanted()  # a mistake in its variable is one in the configuration, and said before anything is made
     layout, native_layers = block_layout(model, checked.block_size)
     budgets = resolve_budgets(checked, model.device)
     return ModelEngine(
@@ -89,6 +92,11 @@ def _why_gathered(model: PreTrainedModel, config: CacheConfig, layout: BlockLayo
     if reason and config.attention.path == "paged":
         raise UnsupportedModel(f'attention.path = "paged" is not possible: {reason}; use "auto" or "gathered"')
     return reason
+
+
+def _short_name(model: PreTrainedModel) -> str:
+    """Return what people call a model: the end of its path or hub id, or its class where it has none."""
+    return PurePath(str(getattr(model.config, "_name_or_path", "") or "")).name or type(model).__name__
 
 
 class ModelEngine(Engine):
@@ -114,6 +122,7 @@ class ModelEngine(Engine):
             more = {"generate": generate, _ATTACHED: self} if module is model else {}
             watched = WatchedForward(self, module, outermost=module is model)
             self._overrides.append(Override(module, forward=watched.wrapper, **more))
+        publish.add(self, _short_name(model))
 
     def new_cache(self) -> TieredCache:
         """Return an empty cache for one batch of sequences, to pass as ``generate(cache=...)``.
@@ -143,6 +152,7 @@ class ModelEngine(Engine):
 
     def close(self) -> None:
         """Undo ``attach``, end the threads and remove the spill files. Idempotent."""
+        publish.remove(self)
         for override in self._overrides:
             override.remove()
         super().close()

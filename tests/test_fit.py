@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from tierkv.cost import Costs, Line
-from tierkv.fit import DecodePoint, Errors, Fit, PrefillPoint, RestorePoint, fit
+from tierkv.fit import DecodePoint, Errors, Fit, Point, PrefillPoint, RestorePoint, fit
 from tierkv.tier import Tier, Wire
 
 pytest.importorskip("scipy")
@@ -31,9 +31,9 @@ TRUTH = Fit(
 TOKEN = 23_040
 
 
-def points(noise: float = 0.0, seed: int = 0) -> list:
+def points(noise: float = 0.0, seed: int = 0) -> list[Point]:
     draw = random.Random(seed)
-    made = []
+    made: list[Point] = []
     for context in (500, 3000, 9000):
         for below in (None, Tier.HOST, Tier.DISK):
             for size in (32, 128):
@@ -84,7 +84,9 @@ def test_a_restore_is_predicted_at_the_disk_rate_of_its_own_minute():
     found = fit(30, points())
     one = RestorePoint(250, 32 * TOKEN, 2e9, 0.0)
     slow = replace(one, raw_bytes_per_second=1e9)
-    extra = 250 * 32 * TOKEN / found.costs.stored_bytes_per_second
+    rate = found.costs.stored_bytes_per_second
+    assert rate is not None
+    extra = 250 * 32 * TOKEN / rate
     assert found.seconds(slow) - found.seconds(one) == pytest.approx(extra, rel=1e-6)
 
 

@@ -31,7 +31,8 @@ class Block:
     @property
     def tier(self) -> Tier:
         """The highest tier with a readable copy."""
-        return min(self.slots)
+        slots = self.slots
+        return min(slots) if len(slots) > 1 else next(iter(slots))  # nearly all have one
 
     def __repr__(self) -> str:
         places = ",".join(f"{tier.label}:{slot}" for tier, slot in sorted(self.slots.items()))

@@ -12,7 +12,7 @@ from tierkv.sizes import show
 PREFIX: Final = "TIERKV_"
 LARGEST_FILE: Final = 1 << 20
 """Bytes of a configuration file that are read: an end for what has none, as /dev/zero."""
-OTHER_ENVIRONMENT: Final = ("TIERKV_CONFIG", "TIERKV_CACHE_DIR")
+OTHER_ENVIRONMENT: Final = ("TIERKV_CONFIG", "TIERKV_CACHE_DIR", "TIERKV_PUBLISH")
 """``TIERKV_`` names that are not settings. ``TIERKV_CONFIG`` is the file that is read when no source is given."""
 
 

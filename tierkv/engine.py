@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 
     from tierkv.block_table import BlockTable
 
+
 class Engine:
     """Tiered KV memory for one model on one device. Use as a context manager, or call ``close``.
 

@@ -175,7 +175,9 @@ def _rate(nanoseconds: float) -> float:
 def _fit_prefill(so_far: Fit, points: Sequence[PrefillPoint]) -> Fit:
     def make(values: "NDArray[np.float64]") -> Fit:
         token, pair, behind = values.tolist()
-        costs = replace(so_far.costs, token_seconds=token, pair_seconds=pair * _SCALE, past_pair_seconds=behind * _SCALE)
+        costs = replace(
+            so_far.costs, token_seconds=token, pair_seconds=pair * _SCALE, past_pair_seconds=behind * _SCALE
+        )
         return replace(so_far, costs=costs)
 
     begin = [statistics.median(point.seconds / point.tokens for point in points), 100.0, 100.0]

@@ -175,12 +175,13 @@ class TierManager(TableBook):
     def _cold(self, tables: Sequence[BlockTable]) -> Iterator[Block]:
         """Yield the blocks that should move up and are not on their way, each once."""
         seen: set[Block] = set()
+        device = Tier.DEVICE  # looked up once: this passes over most blocks of a sequence at every step
         for table in tables:
             for block in table.blocks:
                 slots = block.slots
-                if Tier.DEVICE in slots or not slots:  # most blocks, and this runs at every step
+                if device in slots or not slots:
                     continue
-                if block.tier in self.promoted and not block.arriving and block not in seen:
+                if not block.arriving and block not in seen and block.tier in self.promoted:
                     seen.add(block)
                     yield block
 

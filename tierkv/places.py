@@ -43,7 +43,7 @@ class Places:
 
     def census(self) -> dict[Tier, tuple[int, int]]:
         """Return per tier ``(blocks whose highest copy is here, further clean copies here)``."""
-        return {tier: (len(self._primary[tier]), len(self._clean[tier])) for tier in Tier}
+        return {tier: (len(self._primary[tier]), len(self._clean[tier])) for tier in _TIERS}
 
     def lying_in(self, tier: Tier) -> list[Block]:
         """Return all blocks with a copy in ``tier``."""

@@ -64,10 +64,11 @@ class SharedBlocks:
 
     def unused_on_device(self) -> Iterator[Block]:
         """Yield unused blocks with a copy on the device, those that were let go of first before the others."""
+        device = Tier.DEVICE
         for block in list(self._maybe_on_device):
-            if Tier.DEVICE in block.slots:
+            if device in block.slots:
                 yield block
-            elif Tier.DEVICE not in block.arriving:
+            elif device not in block.arriving:
                 self._maybe_on_device.pop(block, None)
 
     def add(self, block: Block, key: bytes, ids: Sequence[int], parent: bytes | None, cost: float) -> None:

@@ -246,8 +246,9 @@ class Simulation:
         """
         rows = [row for row in self._batch.rows if row.cold]
         tables = [row.table for row in rows]
-        promoted = self._setup.promoted
-        waiting = {block for row in rows for block in row.cold if not block.arriving and block.tier in promoted}
+        waiting = {block for row in rows for block in row.cold if not block.arriving}
+        if Tier.HOST not in self._setup.promoted:
+            waiting = {block for block in waiting if block.tier in self._setup.promoted}
         calls, idle = 0, False
         while waiting and calls < count - 1:
             moves = self.steps.background(tables)

@@ -1,6 +1,5 @@
 """Batch: the sequences that a simulated engine decodes together, and where what they read lies."""
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from tierkv.manager import TierManager
@@ -8,6 +7,8 @@ from tierkv.simulate_times import Times
 from tierkv.tier import Tier
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from tierkv.block_table import Block, BlockTable
     from tierkv.moves import Step
     from tierkv.simulate_requests import Turn
@@ -104,12 +105,15 @@ class Batch:
         if now != self._counted:
             anew = now[1] != self._counted[1]  # where none fell, those that were below are all that can be
             self._counted = now
-            self._cold = {}
+            host = Tier.HOST
+            num_cold = num_on_disk = 0
             for row in self.rows:
                 if anew or row.cold:
                     row.cold = cold_blocks(row.table.blocks if anew else row.cold)
-                    for block in row.cold:
-                        self._cold[block.tier] = self._cold.get(block.tier, 0) + 1
+                    num_cold += len(row.cold)
+                    num_on_disk += sum(1 for block in row.cold if host not in block.slots)
+            counts = {Tier.HOST: num_cold - num_on_disk, Tier.DISK: num_on_disk}
+            self._cold = {tier: number for tier, number in counts.items() if number}
         return self._cold
 
     def rising(self, tier: Tier) -> int:
@@ -152,4 +156,5 @@ class Batch:
 
 def cold_blocks(blocks: "Iterable[Block]") -> "list[Block]":
     """Return the blocks that do not lie on the device."""
-    return [block for block in blocks if Tier.DEVICE not in block.slots]
+    device = Tier.DEVICE  # looked up once, as this runs very often
+    return [block for block in blocks if device not in block.slots]

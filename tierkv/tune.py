@@ -11,22 +11,16 @@ so what is found is never worse than what one starts from by more than they do.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from tierkv.benchmarks.probe import Decode, Probe, Residency
 from tierkv.benchmarks.probe_store import Restore, StoreProbe
 from tierkv.config import FIELDS, CacheConfig
 from tierkv.errors import TierKVError
 from tierkv.fit import Fit, Point, fit
+from tierkv.tune_contests import NEW_TOKENS, Contests, quick_quartile
 from tierkv.tune_reasons import Reasons
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-MARGIN: Final = 0.03
-"""Share of the time that another value must win to be chosen."""
-NEW_TOKENS: Final = 128
-"""Decoded tokens that weigh as much as one restore of the whole context."""
 BLOCK_SIZES: Final = (16, 32, 64, 128, 256, 512)
 LEAST_BLOCKS: Final = 32
 """Fewer blocks than this in a context, and most of it could not be placed apart."""
@@ -101,17 +95,28 @@ class Tuner:
     """Measures and chooses. Ctrl-C at any time leaves nothing behind."""
 
     def __init__(
-        self, model: "PreTrainedModel", start: CacheConfig, goal: Goal, effort: Effort, folder: Path, say: Say
+        self,
+        model: Any,
+        start: CacheConfig,
+        goal: Goal,
+        effort: Effort,
+        folder: Path,
+        say: Say,
+        *,
+        probe: Probe | None = None,
+        store: StoreProbe | None = None,
     ) -> None:
         """Tune for ``model``.
 
         Args:
-            model: on its device.
+            model: a transformers model, on its device.
             start: the configuration that is to be beaten.
             goal: what it is for.
             effort: how much is measured.
             folder: on the disk that is meant; files in it are gone afterwards.
             say: told what was found, as it is found.
+            probe: of another machine than this one (tests).
+            store: likewise.
         """
         self.start = start
         self.goal = goal
@@ -120,8 +125,9 @@ class Tuner:
         self.reasons = Reasons(model, goal.context, goal.sessions)
         self.contests: list[dict[str, Any]] = []
         self._layers = model.config.num_hidden_layers
-        self._probe = Probe(model, folder)
-        self._store = StoreProbe(model, folder)
+        self._probe = probe or Probe(model, folder, quick_quartile)
+        self._store = store or StoreProbe(model, folder, quick_quartile)
+        self._contests = Contests(self._probe, self._store, goal.context, effort.rounds)
         self._cold: Residency = "host" if model.device.type == "cuda" else "disk"
         self._say = say
 
@@ -171,6 +177,11 @@ class Tuner:
         decodes = [
             Decode(round(share * context), where, settings) for share in effort.contexts for where in residencies
         ]
+        # Records of two sizes, so that what a record costs and what its bytes cost can be told apart.
+        other = self._largest_block() if settings["block_size"] != self._largest_block() else BLOCK_SIZES[0]
+        decodes += [
+            Decode(round(share * context), "disk", {**settings, "block_size": other}) for share in effort.contexts[-2:]
+        ]
         prefills = [(max(1, round(tokens * context)), round(past * context)) for tokens, past in effort.prefills]
         sizes = {min(size, self._largest_block()) for _, size in effort.restores}
         restores = [
@@ -179,15 +190,16 @@ class Tuner:
             for size in sorted(sizes)
         ]
         points: list[Point] = [*self._probe.decode(decodes, effort.rounds)]
-        points += self._probe.prefill(prefills, max(2, effort.rounds // 2))
+        points += self._probe.prefill(prefills, effort.rounds // 2)
         points += self._store.restore(restores, effort.rounds)
         return fit(self._layers, points)
 
     def predicted(self, tuned: Tuned) -> dict[str, dict[str, float]]:
         """Return what the cost model says of the start and of what was found: seconds by what is done."""
         found = {"start": (tuned.start_fit, self.start), "tuned": (tuned.fit, tuned.config)}
+        raw = tuned.fit.raw_bytes_per_second  # of one minute for both: the disk's rate is no merit of a configuration
         return {
-            name: self.reasons.workload(fitted, int(config.block_size), self._cold)
+            name: self.reasons.workload(fitted, int(config.block_size), self._cold, raw)
             for name, (fitted, config) in found.items()
         }
 
@@ -202,7 +214,7 @@ class Tuner:
         rounds = max(7, self.effort.rounds)
         measured: list[Point] = [*self._probe.decode(decodes, rounds), *self._store.restore(restores, rounds)]
         rows = []
-        for index, label in enumerate(self.reasons.workload(tuned.fit, int(tuned.config.block_size), self._cold)):
+        for index, label in enumerate(self.predicted(tuned)["tuned"]):
             row: dict[str, Any] = {"what": label}
             for offset, name in enumerate(settings):
                 point = measured[2 * index + offset]
@@ -228,37 +240,18 @@ class Tuner:
         self.contests[-1]["predicted_seconds"] = {str(size): round(seconds, 4) for size, seconds in predicted.items()}
 
     def _contest(self, key: str, values: Sequence[Any], residencies: tuple[Residency, ...], *, restores: bool) -> None:
-        """Measure some values of a key in turns and keep the best, if it is clearly better than the one that was there."""
+        """Let some values of a key meet the one that is there."""
         there = self.chosen[key]
         candidates = [there, *(value for value in values if value != there)]
-        settings = [{**self.chosen, key: value} for value in candidates]
-        context, rounds = self.goal.context, self.effort.rounds
         try:
-            decoded = self._probe.decode(
-                [Decode(context, where, own) for where in residencies for own in settings], rounds
-            )
+            chosen, rows = self._contests.hold(key, candidates, self.chosen, residencies, restores=restores)
         except TierKVError as error:
             # A value that this machine cannot run is no finalist; the one that was there stays.
             self._say(f"{key} stays {there}: {error}")
             self.reasons.note(key, f"left as it was: other values cannot be measured here ({error})")
             self.contests.append({"key": key, "chosen": there, "left_out": str(error)})
             return
-        restored = self._store.restore([Restore(context, own) for own in settings], rounds) if restores else []
-        rows = []
-        for number, value in enumerate(candidates):
-            own = {
-                where: decoded[position * len(candidates) + number].seconds
-                for position, where in enumerate(residencies)
-            }
-            row = {"value": value, "decode_seconds": {where: round(one, 6) for where, one in own.items()}}
-            seconds = NEW_TOKENS * sum(own.values())
-            if restored:
-                row["restore_seconds"] = round(restored[number].seconds, 6)
-                seconds += restored[number].seconds
-            rows.append({**row, "seconds": round(seconds, 4)})
-        best = min(rows, key=lambda row: row["seconds"])
-        chosen = best if best["seconds"] < rows[0]["seconds"] * (1 - MARGIN) else rows[0]
         self.chosen[key] = chosen["value"]
         self.contests.append({"key": key, "chosen": chosen["value"], "rows": rows})
-        self.reasons.contest(key, chosen, rows, context)
+        self.reasons.contest(key, chosen, rows, self.goal.context)
         self._say(f"{key} = {chosen['value']}: {self.reasons.text(key)}")

@@ -3,6 +3,7 @@
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -13,15 +14,13 @@ from tierkv.benchmarks.replay import compile_trace, replay
 from tierkv.config import CacheConfig
 from tierkv.cost import Read
 from tierkv.eviction import POLICIES
-from tierkv.fit import DecodePoint, Fit, PrefillPoint, RestorePoint
+from tierkv.fit import DecodePoint, Fit, Point, PrefillPoint, RestorePoint
 from tierkv.machine import free_disk
 from tierkv.sizes import Size, format_bytes, free_memory
 from tierkv.tier import Tier
 from tierkv.traces import PRESETS, generate
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from tierkv.benchmarks.probe import Residency
 
 WRITE_BATCHES: Final = (4, 16, 64)
@@ -34,6 +33,8 @@ _SCRATCH_SHARE: Final = 0.15
 """What the device tier lends as scratch, generously."""
 _MEMORY_SHARE: Final = 0.6
 """Of free memory: the rest is for activations and for others."""
+_DISK_SHARE: Final = 0.4
+"""Of free disk space: a capacity that is set must still fit tomorrow."""
 
 
 class Reasons:
@@ -43,7 +44,7 @@ class Reasons:
         write_bytes_per_second: at what rate the store takes KV for good, once ``writer`` has measured it.
     """
 
-    def __init__(self, model: "PreTrainedModel", context: int, sessions: int) -> None:
+    def __init__(self, model: Any, context: int, sessions: int) -> None:
         """Begin without any."""
         self._device = model.device
         self._token_bytes = token_bytes(model)
@@ -71,19 +72,20 @@ class Reasons:
 
         What the last, half-filled block of a sequence wastes is counted as that much more time.
         """
-        _, cold_seconds, restore = self.workload(fitted, block_size, cold).values()
+        _, cold_seconds, restore = self.workload(fitted, block_size, cold, fitted.raw_bytes_per_second).values()
         return (new_tokens * cold_seconds + restore) * (1 + block_size / 2 / self._context)
 
-    def workload(self, fitted: Fit, block_size: int, cold: "Residency") -> dict[str, float]:
+    def workload(
+        self, fitted: Fit, block_size: int, cold: "Residency", raw_bytes_per_second: float
+    ) -> dict[str, float]:
         """Return what the model says of a decoded token, KV on the device or mostly below it, and of a restore."""
         kv_bytes, block_bytes = self._context * self._token_bytes, block_size * self._token_bytes
         below = Tier.HOST if cold == "host" else Tier.DISK
         lying = {Tier.DEVICE: kv_bytes // 4, below: kv_bytes - kv_bytes // 4}
-        raw = fitted.raw_bytes_per_second
-        points = {
+        points: dict[str, Point] = {
             "a token, KV on device": DecodePoint({Tier.DEVICE: kv_bytes}, block_bytes, 0.0),
             f"a token, KV on {cold}": DecodePoint(lying, block_bytes, 0.0, self._host_read(fitted)),
-            "a restore": RestorePoint(self._context // block_size, block_bytes, raw, 0.0),
+            "a restore": RestorePoint(self._context // block_size, block_bytes, raw_bytes_per_second, 0.0),
         }
         return {what: fitted.seconds(point) for what, point in points.items()}
 
@@ -145,14 +147,7 @@ class Reasons:
 
     def policies(self, fitted: Fit, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return the eviction rule and the shortest prefix worth keeping."""
-        trace = compile_trace(generate(replace(PRESETS["chat"], sessions=REPLAYED_SESSIONS)))
-        found = {
-            policy: statistics.mean(
-                replay(trace, policy, round(share * trace.facts()["unique_bytes"])).compute_hit_ratio
-                for share in REPLAYED_SHARES
-            )
-            for policy in POLICIES
-        }
+        found = replayed_policies()
         best = max(found, key=lambda policy: found[policy])
         policy = best if found[best] > found["lru"] * (1 + CLEARLY) else "lru"
         shown = ", ".join(f"{name} {ratio:.1%}" for name, ratio in found.items())
@@ -195,7 +190,7 @@ class Reasons:
         left -= host
         room = free_disk(start.disk.path.expanduser()) or 0
         # Live blocks get one half where prefixes are persisted; records have headers and pages of their own.
-        disk = min(max(2 * left + left // 4, start.disk.capacity.resolve(room)), round(room * _MEMORY_SHARE))
+        disk = min(max(2 * left + left // 4, start.disk.capacity.resolve(room)), round(room * _DISK_SHARE))
         self.note(
             "disk.capacity",
             f"{format_bytes(left) if left else 'no KV of the goal'} has to lie on disk; prefixes take what else there is. "
@@ -214,3 +209,14 @@ class Reasons:
             if restore < fitted.seconds(PrefillPoint(blocks * block_size, 0, 0.0)):
                 return blocks * block_size
         return self._context
+
+
+@cache
+def replayed_policies() -> Mapping[str, float]:
+    """Return, by eviction rule, the share of prefill that it saves on made-up chats. The same on every machine."""
+    trace = compile_trace(generate(replace(PRESETS["chat"], sessions=REPLAYED_SESSIONS)))
+    room = [round(share * trace.facts()["unique_bytes"]) for share in REPLAYED_SHARES]
+    return {
+        policy: statistics.mean(replay(trace, policy, capacity).compute_hit_ratio for capacity in room)
+        for policy in POLICIES
+    }

@@ -63,10 +63,11 @@ def _run(source: str, dtype: str, block_size: int, rounds: int, disk_path: str |
         with nothing_to_clean_up():
             from tierkv.benchmarks import machine, predict
             from tierkv.benchmarks.filled import smollm2_shapes, token_bytes
+            from tierkv.benchmarks.probe import RESIDENCIES
             from tierkv.integrations.hf_load import load_model
         loaded = smollm2_shapes(dtype) if source == SHAPES else load_model(source, dtype, progress=stage.say)[0]
     plan = predict.Plan(rounds=rounds)
-    tokens = len(predict.RESIDENCIES) * sum((*plan.fit_contexts, *plan.test_contexts))
+    tokens = len(RESIDENCIES) * sum((*plan.fit_contexts, *plan.test_contexts))
     needed = tokens * token_bytes(loaded) * 5 // 4 + MODEL_BYTES
     if needed > free_memory():
         raise BadInput(

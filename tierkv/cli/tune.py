@@ -16,7 +16,7 @@ from tierkv.sizes import format_bytes, free_memory, show
 if TYPE_CHECKING:
     from tierkv.tune import Tuned, Tuner
 
-QUICK_CONTEXT = 4096
+QUICK_CONTEXT = 3072
 FULL_CONTEXT = 8192
 LEAST_CONTEXT = 512
 COPIES = 12

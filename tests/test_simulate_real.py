@@ -1,0 +1,330 @@
+"""The simulator decides what a real engine decides: the same slots, moves and prefixes, block by block.
+
+A real engine serves a small trace while every call of its manager is written down with its answer. Then the simulator
+serves the same trace; it is told only in which order copies were complete, and when scratch was divided anew.
+"""
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+import transformers as tf
+
+import tierkv
+from tierkv.config import load_config
+from tierkv.cost import CostModel, Costs, Line
+from tierkv.integrations.hf_compat import block_layout
+from tierkv.keys import chain_keys
+from tierkv.moves import Room
+from tierkv.prefix import _KNEE_TOKENS
+from tierkv.simulate import Simulation
+from tierkv.simulate_prefix import KNEE_TOKENS
+from tierkv.simulate_requests import Names, Source, Turn
+from tierkv.simulate_setup import Setup
+from tierkv.storage.codec import record_bytes
+from tierkv.storage.prefix_slab import slot_bytes_of
+from tierkv.tier import Tier, Wire
+
+BLOCK = 16
+
+
+@dataclass
+class Log:
+    """Every call of a manager that changes something, with its answer. Tables and blocks are numbered as they come."""
+
+    events: list[tuple] = field(default_factory=list)
+    tables: dict = field(default_factory=dict)
+
+    def watch(self, manager):
+        for name in (
+            "open",
+            "begin",
+            "commit",
+            "background",
+            "complete",
+            "share",
+            "publish",
+            "crop",
+            "release",
+            "resize",
+        ):
+            setattr(manager, name, self._wrap(getattr(manager, name), getattr(self, f"_{name}")))
+        for name in ("fail", "rollback", "fork", "disown_shared", "freeze"):
+            setattr(manager, name, self._refuse)
+
+    def _wrap(self, method, describe):
+        def call(*args, **kwargs):
+            before = args[0].length if describe == self._crop else None
+            answer = method(*args, **kwargs)
+            event = describe(*args, answer=answer, before=before)
+            if event is not None:
+                self.events.append(event)
+            return answer
+
+        return call
+
+    def _refuse(self, *args, **kwargs):
+        raise AssertionError("nothing fails here, and no sequence is forked")
+
+    def _number(self, table):
+        return self.tables.setdefault(table, len(self.tables))
+
+    def _open(self, *, answer, before):
+        return ("open", self._number(answer))
+
+    def _begin(self, tables, count, *, answer, before):
+        asked = ("begin", [self._number(table) for table in tables], count)
+        if isinstance(answer, Room):
+            return (*asked, "room", describe(answer.moves))
+        return (*asked, "step", [[place(block) for block in table.blocks] for table in tables])
+
+    def _commit(self, step, *, answer, before):
+        return ("commit", [self._number(table) for table in step.tables], step.stop)
+
+    def _background(self, tables, *, answer, before):
+        return ("background", describe(answer))
+
+    def _complete(self, move, *, answer, before):
+        return ("complete", *describe([move])[0])
+
+    def _share(self, table, keys, ids, *, answer, before):
+        return ("share", self._number(table), answer, [place(block) for block in table.blocks])
+
+    def _publish(self, table, index, key, ids, parent, cost, *, answer, before):
+        return ("publish", self._number(table), index, cost, parent is None, place(answer))
+
+    def _crop(self, table, length, *, answer, before):
+        return ("crop", self._number(table), length) if before != length else None
+
+    def _release(self, table, *, answer, before):
+        return ("release", self._number(table))
+
+    def _resize(self, tier, slots, *, answer, before):
+        return ("resize", tier, slots, describe(answer.moves) if answer else [])
+
+
+def place(block):
+    return (block.uid, block.sealed, sorted(block.slots.items()))
+
+
+def describe(moves):
+    return [
+        (move.wire.label, move.source.uid, move.target.uid, move.source_slot, move.slot, move.evicts) for move in moves
+    ]
+
+
+@dataclass
+class Replayed:
+    """An executor whose copies are complete in the order in which the engine's were."""
+
+    manager: object
+    real: list
+    mine: list
+
+    def submit(self, moves):
+        pass
+
+    def wait(self):
+        pass
+
+    def reap(self):
+        while len(self.mine) < len(self.real) and self.real[len(self.mine)][0] == "complete":
+            wanted = self.real[len(self.mine)][1:]
+            moves = [move for move in self.manager.moves if describe([move])[0] == wanted]
+            assert len(moves) == 1, f"the engine completed {wanted}, which is not under way here"
+            self.manager.complete(moves[0])
+
+
+class Asked(Source):
+    """The requests that the engine served, one after the other; scratch is divided before each as it was there."""
+
+    def __init__(self, turns, real, mine):
+        self.turns, self.real, self.mine = list(turns), real, mine
+        self.simulation = None
+        self.under_way = False
+
+    def next_seconds(self):
+        return 0.0 if self.turns and not self.under_way else None
+
+    def take(self):
+        steps = self.simulation.steps
+        while self.real[len(self.mine)][0] in ("resize", "complete"):
+            steps.reap()
+            if self.real[len(self.mine)][0] == "resize":
+                _, tier, slots, _ = self.real[len(self.mine)]
+                steps.manager.resize(tier, slots)
+        self.under_way = True
+        return self.turns.pop(0)
+
+    def ended(self, turn, now):
+        self.under_way = False
+
+    def published(self, turn, tokens):
+        pass
+
+    def known_blocks(self, turn):
+        return 0
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(7)
+    config = tf.LlamaConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=4096, bos_token_id=1, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    model = tf.LlamaForCausalLM(config).eval()
+    model.generation_config = tf.GenerationConfig(pad_token_id=0, eos_token_id=None)
+    return model
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def settings(model, folder, device_blocks, host_blocks, **prefix):
+    layout, _ = block_layout(model, BLOCK)
+    return {
+        "block_size": BLOCK,
+        "device": {"capacity": device_blocks * layout.block_bytes},
+        "host": {"capacity": host_blocks * layout.block_bytes},
+        "disk": {"path": str(folder), "capacity": "8MiB"},
+        "placement": {"keep_first": 1, "keep_recent": 2},
+        "transfer": {"layers_ahead": 1},
+        "prefix": {"persist": True, "min_tokens": 32, **prefix},
+    }
+
+
+def serve(engine, model, plan, seed):
+    """Let an engine serve sessions in turns; return what each request asked for, all of its ids, and prompt lengths."""
+    draw = torch.Generator().manual_seed(seed)
+    store = engine.stores.prefix
+    engine.prefix.rates.loading_pays = lambda num_bytes, tokens: True  # as with a GPU, where nothing is timed
+    offers = engine.prefix._offers
+    drain = offers.drain
+    offers.drain = lambda wait_seconds=0.0: drain(5.0)  # the queue is tiny here, and its thread is as fast as it is
+    common = torch.randint(3, 97, (1, 70), generator=draw)
+    said = {}
+    asked = []
+    for session, tokens, answer in plan:
+        new = torch.randint(3, 97, (1, tokens), generator=draw)
+        ids = torch.cat([said.get(session, common), new], dim=1)
+        out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=answer)
+        assert out.shape[1] == ids.shape[1] + answer
+        assert store.flush(20)
+        said[session] = out
+        asked.append((ids.shape[1], answer, out[0].tolist()))
+    return asked
+
+
+def turns_of(asked):
+    for tokens, answer, ids in asked:
+        keys = chain_keys(b"test", ids, BLOCK)
+        yield Turn(0.0, tokens, answer, Names(keys, [(int.from_bytes(key[:8], "big"),) for key in keys]))
+
+
+def cost_model(layout):
+    wires = {Wire(a, b): Line(1e-5, 1e9) for a in Tier for b in Tier if a is not b}
+    costs = Costs(step_seconds=0.01, kv_bytes_per_second=dict.fromkeys((Tier.DEVICE, Tier.HOST), 1e9), wires=wires)
+    return CostModel(costs, len(layout.layers), layout.block_bytes, layout.block_size)
+
+
+def sessions(count, turns, first, more, answer):
+    """Plan ``turns`` of so many sessions in round robin: first a long prompt, then shorter ones."""
+    return [(s, (first if turn == 0 else more) + 13 * s, answer + turn) for turn in range(turns) for s in range(count)]
+
+
+PLANS = {
+    "sharing": (sessions(3, 4, 90, 40, 20), {"device_blocks": 40, "host_blocks": 30}, {}),
+    "always written": (
+        sessions(3, 4, 120, 50, 21), {"device_blocks": 30, "host_blocks": 12}, {"write_policy": "always"},
+    ),
+    "tight": (
+        sessions(4, 3, 150, 60, 18), {"device_blocks": 16, "host_blocks": 8}, {"write_policy": "always", "eviction": "cost"},
+    ),
+    "longer than memory": (
+        sessions(2, 3, 500, 90, 17), {"device_blocks": 22, "host_blocks": 9}, {"write_policy": "always", "eviction": "s3fifo"},
+    ),
+    "the store evicts": (
+        sessions(5, 3, 500, 130, 17), {"device_blocks": 60, "host_blocks": 40}, {"write_policy": "always"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_the_same_decisions_block_by_block(model, tmp_path, name):
+    plan, sizes, prefix = PLANS[name]
+    config = load_config(settings(model, tmp_path, **sizes, **prefix), environ={})
+    real = Log()
+    with tierkv.attach(model, config) as engine:
+        slots = {tier: pool.num_slots for tier, pool in engine.manager.pools.items()}
+        real.watch(engine.manager)
+        asked = serve(engine, model, plan, seed=len(name))
+        stats = engine.stats()
+        assert stats.prefix.shed_blocks == 0
+        slot_bytes = slot_bytes_of(record_bytes(engine.layout.block_bytes, BLOCK))
+        setup = Setup(
+            slots=slots,
+            store_blocks=engine.stores.prefix._parts.budget_bytes // slot_bytes,
+            slots_per_segment=engine.manager.slots_per_segment,
+            keep=engine.manager.keep,
+            promoted=engine.manager.promoted,
+            eviction=config.prefix.eviction,
+            write_policy=config.prefix.write_policy,
+            min_tokens=config.prefix.min_tokens,
+            queue_blocks=1 << 20,
+            batch=1,
+            longest_jump=1,
+        )
+    mine = Log()
+    source = Asked(turns_of(asked), real.events, mine.events)
+    simulation = Simulation(cost_model(engine.layout), setup, source)
+    source.simulation = simulation
+    simulation.steps.mover = Replayed(simulation.steps.manager, real.events, mine.events)
+    mine.watch(simulation.steps.manager)
+    try:
+        outcome = simulation.run()
+    except Exception as error:
+        error.add_note(f"after {len(mine.events)} of {len(real.events)} equal events: {common(real, mine)}")
+        raise
+    assert common(real, mine) == len(real.events) == len(mine.events), difference(real, mine)
+
+    used, store = stats.prefix, simulation.prefixes.store
+    assert outcome.counts.requests == len(plan)
+    assert outcome.counts.prompt_tokens == used.prompt_tokens
+    assert sum(outcome.counts.found_tokens.values()) == used.used_tokens
+    assert (len(store), store.num_evicted) == (used.store.blocks, used.store.evicted)
+    # What a scenario is for has really happened.
+    seen = outcome.record()
+    assert {"share", "publish", "complete", "background", "resize"} <= {event[0] for event in real.events}
+    assert outcome.counts.found_tokens[Tier.DEVICE] > 0
+    assert min(seen["peak_blocks"]["device"], seen["peak_blocks"]["host"]) > 0
+    if name != "sharing":
+        assert outcome.counts.found_tokens[Tier.DISK] == used.restored_tokens > 0
+    if name == "longer than memory":
+        assert seen["peak_blocks"]["disk"] > 0
+        assert any(event[0] == "complete" and "disk" in event[1] for event in real.events)
+    if name == "the store evicts":
+        assert store.num_evicted > 0
+
+
+def common(real, mine):
+    """Return how many events from the first on are the same."""
+    return next(
+        (at for at, (one, other) in enumerate(zip(real.events, mine.events, strict=False)) if one != other),
+        min(len(real.events), len(mine.events)),
+    )
+
+
+def difference(real, mine):
+    at = common(real, mine)
+    lines = (f"real: {real.events[at : at + 3]}", f"mine: {mine.events[at : at + 3]}")
+    return "\n".join((f"event {at}", *lines, f"before: {real.events[max(0, at - 3) : at]}"))
+
+
+def test_costs_of_blocks_are_those_of_an_engine():
+    assert KNEE_TOKENS == _KNEE_TOKENS

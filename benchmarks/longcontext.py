@@ -24,7 +24,7 @@ from tierkv.errors import ConfigError, TierKVError
 CHILD: Final = "tierkv.benchmarks.longcontext_child"
 MOST_ENDS: Final = 2
 """Times in a row that a process may end before the rest of its cache and length is given up."""
-_TIERS: Final = "tiers"
+_TIERS: Final = ".tiers"
 _EMPTY: Final[Row] = {
     "score": None, "output": None, "tokens": None, "ttft_seconds": None, "ttft_seconds_all": None,
     "inter_token_seconds": None, "tokens_per_second": None, "new_tokens": None, "tier_peak_bytes": None,
@@ -140,7 +140,7 @@ class Session:
         self.plan: dict[int, list[dict[str, Any]]] = {int(length): items for length, items in plan.items()}
 
     def _load(self, child: Child) -> Any:
-        return child.ask("load", model=self.settings.model, dtype=self.settings.dtype)
+        return child.ask("load", model=self.settings.model, dtype=self.settings.dtype, folder=str(self.folder))
 
     def _start(self, name: str) -> Child:
         return Child(name, self._module)
@@ -184,24 +184,26 @@ class Session:
         Raises:
             TierKVError: tierkv refuses, or the process ended.
         """
-        child, self._spare = self._spare or self._start(f"{cache} at {length:,} tokens"), None
-        try:
-            child.name = f"{cache} at {length:,} tokens"
-            if not self._loaded(child):
+        name = f"{cache} at {length:,} tokens"
+        if self._spare is not None:
+            child, self._spare = self._spare, None
+            child.name = name
+        else:
+            child = self._start(name)
+            try:
                 self._load(child)
-            arguments = {"folder": str(self.folder / _TIERS), "plan": self._plan_arguments()}
+            except BaseException:
+                child.close()
+                raise
+        arguments = {"folder": str(self.folder / _TIERS), "plan": self._plan_arguments()}
+        try:
             return child, child.ask("begin", cache=cache, length=length, **arguments)["share"]
         except BaseException:
             child.close()
             raise
 
-    def _loaded(self, child: Child) -> bool:
-        return child is self._first
-
     def _keep(self, key: Key, answer: Mapping[str, Any], share: float | None) -> Row:
-        planned = next(
-            one for one in self.plan[key.length] if (one["task"], one["sample"]) == (key.task, key.sample)
-        )
+        planned = next(one for one in self.plan[key.length] if (one["task"], one["sample"]) == (key.task, key.sample))
         row: Row = {
             **key._asdict(), **planned, "dtype": self.settings.dtype, "exact": is_exact(key.cache), **_EMPTY, **answer,
             "memory_share": share,

@@ -1,14 +1,13 @@
 """One cache at one length, in a process of its own: ``python -m tierkv.benchmarks.longcontext_child`` answers questions.
 
-    load     the model, and facts about it
-    plan     which rows there will be
-    begin    take a cache and a length, and warm up
-    sample   run one conversation; its row, or the error in its place
+load     the model, and facts about it
+plan     which rows there will be
+begin    take a cache and a length, and warm up
+sample   run one conversation; its row, or the error in its place
 """
 
 import gc
 import os
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -40,11 +39,17 @@ class LongContext:
 
     caches: Caches | None = None
 
-    def load(self, model: str, dtype: str) -> Answer:
+    def load(self, model: str, dtype: str, folder: str) -> Answer:
         """Load the model.
 
+        Args:
+            model: as ``load_model`` takes it.
+            dtype: of it and of K and V.
+            folder: of the run.
+
         Returns:
-            Facts: ``model``, ``dtype``, ``device``, ``limit`` (tokens, or None), ``kv_bytes_per_token``, ``machine``.
+            Facts: ``model``, ``dtype``, ``device``, ``limit`` (tokens, or None), ``kv_bytes_per_token``, ``machine``,
+            ``file_system``.
 
         Raises:
             ConfigError: there is no such model, or its tokenizer is another's.
@@ -65,6 +70,7 @@ class LongContext:
             "kv_bytes_per_token": layout.token_bytes,
             "chat_template": bool(getattr(self.tokenizer, "chat_template", None)),
             "machine": machine.description(),
+            "file_system": machine.file_system(Path(folder)),
         }
 
     def left_out(self, caches: Sequence[str]) -> dict[str, str]:
@@ -108,9 +114,7 @@ class LongContext:
             TierKVError: tierkv refuses.
         """
         if not hasattr(self, "prompts"):
-            self.prompts = Prompts(
-                self.tokenizer, plan["tasks"], plan["samples"], plan["seed"], plan["max_new_tokens"]
-            )
+            self.prompts = Prompts(self.tokenizer, plan["tasks"], plan["samples"], plan["seed"], plan["max_new_tokens"])
             self.lengths = list(plan["lengths"])
         items = self.prompts.of(length, self.lengths)
         self.items = {(item.task, item.sample): item for item in items}
@@ -126,7 +130,13 @@ class LongContext:
         if task != self.task and self.caches is not None:
             self.caches.close()
         self.task = task
-        row: Answer = {"task": task, "sample": sample, "depth": item.depth, "prompt_tokens": len(item.ids), "error": None}
+        row: Answer = {
+            "task": task,
+            "sample": sample,
+            "depth": item.depth,
+            "prompt_tokens": len(item.ids),
+            "error": None,
+        }
         gc.collect()
         memory = PeakMemory(self.model.device)
         try:

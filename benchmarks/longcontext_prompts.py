@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from tierkv.benchmarks.longcontext_settings import JSONL
-from tierkv.benchmarks.tasks import TASKS, load_jsonl, make_samples
+from tierkv.benchmarks.tasks import TASKS, load_jsonl, make_samples, prompt_ids
 from tierkv.errors import ConfigError
 
 JSONL_NEW_TOKENS: Final = 64
@@ -99,10 +99,7 @@ class Prompts:
 
     def _of_file(self, task: str) -> list[Item]:
         new = self._most_new or JSONL_NEW_TOKENS
-        found = [self._item(task, number, sample, new) for number, sample in enumerate(load_jsonl(task))]
-        if not found:
-            raise ConfigError(f"{task}: there is no prompt in it; give a file with some")
-        return found
+        return [self._item(task, number, sample, new) for number, sample in enumerate(load_jsonl(task))]
 
     def _sized(self, task: str, length: int) -> list[Item]:
         """Return items whose conversations come to at most ``length`` tokens, as near to it as the task allows."""
@@ -128,20 +125,11 @@ class Prompts:
 
     def _item(self, task: str, number: int, sample: Any, new: int) -> Item:
         turns = tuple(self._continue(turn) for turn in sample.turns)
-        return Item(task, number, sample, self._encode(sample.prompt), turns, new)
-
-    def _encode(self, prompt: str) -> tuple[int, ...]:
-        if not getattr(self._tokenizer, "chat_template", None):
-            ids = self._tokenizer(prompt, verbose=False)["input_ids"]
-        else:
-            ids = self._tokenizer.apply_chat_template(
-                [{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=True
-            )["input_ids"]
-        return tuple(map(int, ids))
+        return Item(task, number, sample, tuple(prompt_ids(self._tokenizer, sample.prompt)), turns, new)
 
     def _continue(self, turn: str) -> tuple[int, ...]:
         """Return the ids between an answer and the next one: the answer's end as the template has it, and the turn."""
-        text = f"\n\n{turn}\n"
+        text = f"\n{turn}"
         if getattr(self._tokenizer, "chat_template", None):
             whole = self._tokenizer.apply_chat_template(
                 [

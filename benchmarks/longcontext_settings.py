@@ -97,7 +97,7 @@ def differences(kept: Mapping[str, Any], asked: Mapping[str, Any]) -> list[str]:
         if one == other:
             continue
         if name == "files":
-            names = [file for file in dict.fromkeys([*(one or {}), *(other or {})])]
+            names = list(dict.fromkeys([*(one or {}), *(other or {})]))
             changed = [file for file in names if (one or {}).get(file) != (other or {}).get(file)]
             found.append(f"the content of {', '.join(changed)}")
         else:

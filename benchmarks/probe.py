@@ -28,6 +28,7 @@ RESIDENCIES: Final[tuple[Residency, ...]] = ("device", "host", "disk")
 WARM_UP: Final = 2
 SPARE_BYTES: Final = 24 * 2**20
 """Scratch, and blocks that are not full."""
+LEAST_BLOCKS: Final = 12
 
 Advance = Callable[[], None]
 Pick = Callable[[Sequence[float]], float]
@@ -53,7 +54,7 @@ class Probe:
         self.folder = folder
         self._pick = pick
         self.token_bytes = token_bytes(model)
-        self._token = torch.full((1, 1), 11, device=model.device)
+        self._token = torch.ones((1, 1), dtype=torch.long, device=model.device)
 
     # -- decoding -------------------------------------------------------------------------------------------------
 
@@ -97,7 +98,9 @@ class Probe:
     def _filled(self, one: Decode, rounds: int) -> Iterator[Filled]:
         room = WARM_UP + rounds + 8
         kv_bytes = (one.context + room) * self.token_bytes
-        part = kv_bytes // 4 + SPARE_BYTES // 4
+        # The blocks that always stay there, and some scratch: a short context may not need the tier below.
+        least = LEAST_BLOCKS * int(one.settings.get("block_size", 32)) * self.token_bytes
+        part = max(least, kv_bytes // 4 + min(SPARE_BYTES // 4, kv_bytes // 8))
         config: dict[str, Any] = {
             "device": {"capacity": kv_bytes + kv_bytes // 8 + SPARE_BYTES if one.residency == "device" else part},
             "host": {"capacity": kv_bytes + kv_bytes // 8 + SPARE_BYTES if one.residency == "host" else 0},
@@ -122,7 +125,8 @@ class Probe:
             advance: called ``rounds`` times.
         """
         longest = max(tokens + past for tokens, past in wanted)
-        ids = torch.arange(longest, device=self.model.device)[None] % 1000 + 11
+        known = int(self.model.config.get_text_config(decoder=True).vocab_size)
+        ids = torch.arange(longest, device=self.model.device)[None] % known
         times: list[list[float]] = [[] for _ in wanted]
         config = {
             "device": {"capacity": longest * self.token_bytes * 5 // 4 + SPARE_BYTES},

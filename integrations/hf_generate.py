@@ -106,6 +106,7 @@ class ModelEngine(Engine):
         """Make the engine and wrap the model; see ``Engine`` for the arguments. ``attach`` calls this."""
         super().__init__(*args, **kwargs)
         self.model = cast("Any", model)  # its type does not know the generate that GenerationMixin gives it
+        self.name = _short_name(model)
         self._generate = self.model.generate
 
         @functools.wraps(self._generate)
@@ -122,7 +123,7 @@ class ModelEngine(Engine):
             more = {"generate": generate, _ATTACHED: self} if module is model else {}
             watched = WatchedForward(self, module, outermost=module is model)
             self._overrides.append(Override(module, forward=watched.wrapper, **more))
-        publish.add(self, _short_name(model))
+        publish.add(self, self.name)
 
     def new_cache(self) -> TieredCache:
         """Return an empty cache for one batch of sequences, to pass as ``generate(cache=...)``.

@@ -53,6 +53,8 @@ LAYERS = (
         "plan",
         "tune",
         "simulate",
+        "watch",
+        "prometheus",
         "testing",
         "benchmarks",
     ),

@@ -16,8 +16,9 @@ from typing import Any, Final
 from tierkv.benchmarks.probe import Decode, Probe, Residency
 from tierkv.benchmarks.probe_store import Restore, StoreProbe
 from tierkv.config import FIELDS, CacheConfig
-from tierkv.errors import TierKVError
-from tierkv.fit import Fit, Point, fit
+from tierkv.errors import ConfigError, TierKVError
+from tierkv.fit import DecodePoint, Fit, Point, fit
+from tierkv.tier import Tier
 from tierkv.tune_contests import NEW_TOKENS, Contests, quick_quartile
 from tierkv.tune_reasons import Reasons
 
@@ -190,6 +191,11 @@ class Tuner:
             for size in sorted(sizes)
         ]
         points: list[Point] = [*self._probe.decode(decodes, effort.rounds)]
+        if not any(point.kv_bytes.get(Tier.DISK) for point in points if isinstance(point, DecodePoint)):
+            raise ConfigError(
+                f"{context:,} tokens of this model are so little KV that none of it has to lie on disk, so nothing can be told "
+                f"apart; give a longer --context"
+            )
         points += self._probe.prefill(prefills, effort.rounds // 2)
         points += self._store.restore(restores, effort.rounds)
         return fit(self._layers, points)

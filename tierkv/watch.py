@@ -64,7 +64,9 @@ class Found:
     processes: list[ProcessSnapshot] = field(default_factory=list)
     """In the order of their numbers."""
     silent: dict[str, str] = field(default_factory=dict)
-    """What could not be read, by the socket's or folder's name, and why."""
+    """Sockets that somebody serves and that gave nothing to use, by name, and why."""
+    refused: list[str] = field(default_factory=list)
+    """Folders that were not looked into, since others could have put something there: why, and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,24 +94,24 @@ def look_around(pid: int | None = None, environ: Mapping[str, str] | None = None
         environ: the environment, ``os.environ`` when None.
     """
     paths: list[Path] = []
-    silent: dict[str, str] = {}
+    refused = []
     for folder in folders(environ):
         try:
             paths += sockets(folder)
         except FolderRefused as error:
-            silent[str(folder)] = str(error)
+            refused.append(str(error))
     if pid is not None:
         paths = [path for path in paths if path.name == f"tierkv-{pid}.sock"]
     if not paths:
-        return Found([], silent)
-    processes = []
+        return Found([], {}, refused)
+    processes, silent = [], {}
     with ThreadPoolExecutor(min(_AT_A_TIME, len(paths))) as pool:
         for path, outcome in zip(paths, pool.map(_try, paths), strict=True):
             if isinstance(outcome, ProcessSnapshot):
                 processes.append(outcome)
             elif outcome is not None:
                 silent[path.name] = outcome
-    return Found(sorted(processes, key=lambda process: process.pid), silent)
+    return Found(sorted(processes, key=lambda process: process.pid), silent, refused)
 
 
 def read_snapshot(path: Path, wait_seconds: float = WAIT_SECONDS) -> ProcessSnapshot:

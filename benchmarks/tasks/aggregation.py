@@ -28,7 +28,7 @@ _LONG_FROM: Final = 4096
 
 
 def variable_tracking(ask: Ask, sentences: int) -> Draft:
-    """Write a chain of assignments into noise, and ask for every variable that has its value."""
+    """Write a chain of assignments into noise, and ask for every variable that has its value (RULER's ``vt``)."""
     draw = ask.draw()
     value = str(draw.randrange(20_000, 100_000))
     names = letters(draw, HOPS + 1, 5, string.ascii_uppercase)
@@ -57,7 +57,7 @@ def _listing(names: Sequence[str]) -> str:
 
 
 def common_words(ask: Ask, uncommon: int) -> Draft:
-    """Write a numbered list of words, ten of which come more often than all others, and ask for these ten."""
+    """Write a numbered list of words, ten of which come more often than all others, and ask for them (RULER's ``cwe``)."""
     draw = ask.draw()
     often, seldom, more = (30, 3, 30) if ask.length >= _LONG_FROM else (6, 1, 10)
     common, others = words(draw, 2 * COMMON, more + uncommon)
@@ -83,7 +83,8 @@ def _numbered(draw: random.Random, common: Sequence[str], others: Sequence[str],
 def frequent_words(ask: Ask, coded: int) -> Draft:
     """Write a text of made-up words with frequencies after Zipf's law, and ask for the three most frequent.
 
-    The k-th word comes in ``coded * k**-2 / zeta(2)`` places. Dots stand for the first one, so that it isn't asked for.
+    RULER's ``fwe``: the k-th word comes in ``coded * k**-2 / zeta(2)`` places. Dots stand for the first one, which isn't
+    asked for.
     """
     draw = ask.draw()
     vocabulary = letters(draw, max(COMMON, ask.length // 50), 6)

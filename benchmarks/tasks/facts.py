@@ -1,11 +1,11 @@
 """Questions about the documentation whose answers can be checked: made by templates from what a parser finds in it.
 
-    section     which section has this sentence                     -> its title
-    statement   of which statement does the text say this           -> its keyword
-    method      which method is described so                        -> its name
-    grammar     which rule of the grammar is defined so             -> its name
-    version     in which version of Python came this change         -> the version
-    word        which word is missing in this sentence              -> the word
+section     which section has this sentence                     -> its title
+statement   of which statement does the text say this           -> its keyword
+method      which method is described so                        -> its name
+grammar     which rule of the grammar is defined so             -> its name
+version     in which version of Python came this change         -> the version
+word        which word is missing in this sentence              -> the word
 """
 
 import re
@@ -132,7 +132,9 @@ def _is_quotable(sentence: str) -> bool:
     """Whether a question can quote a sentence: it is whole, neither too short nor too long, and there is no other like it."""
     ends = sentence.endswith((".", "?", "!")) and not sentence.endswith(("e.g.", "i.e."))
     least, most = _LETTERS
-    return least <= len(sentence) <= most and sentence[0].isupper() and ends and _whole().count(sentence) == 1
+    joined = re.search(r"\w- ", sentence)  # a word that was broken at its hyphen
+    fits = least <= len(sentence) <= most and sentence[0].isupper() and ends and not joined
+    return fits and _whole().count(sentence) == 1
 
 
 @cache

@@ -11,13 +11,13 @@ from typing import Final
 
 from tierkv.benchmarks.tasks.text import sections
 
-_ADJECTIVES: Final = (
+_ADJECTIVES: Final = (  # noqa: SIM905 - a list would take a line a word
     "amber ancient bitter brave bright broad bronze busy calm clever copper crimson curious dusty eager early faint "
     "famous fierce frozen gentle gilded golden happy hasty hidden hollow humble icy jolly lively lonely loud lucky mellow "
     "misty modest narrow nimble patient pale polite proud quiet rapid rusty scarlet secret shiny silent silver simple "
     "sleepy smooth solid stormy sturdy sunny swift tidy velvet violet wooden"
 ).split()
-_NOUNS: Final = (
+_NOUNS: Final = (  # noqa: SIM905 - a list would take a line a word
     "anchor anvil apron badger barrel basket beacon beaver bottle bridge bucket candle canyon carpet castle cellar cherry "
     "cobbler comet cottage cradle falcon feather fiddle garden glacier goblet hammer harbor hazel helmet heron island "
     "kettle ladder lantern lizard magnet mantle maple meadow mirror mitten needle orchard otter oyster pebble pepper "

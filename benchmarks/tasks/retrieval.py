@@ -57,7 +57,7 @@ def multiquery(ask: Ask, words: int) -> Draft:
 
 
 def passkey(ask: Ask, sentences: int) -> Draft:
-    """Write a pass key that lies at a random depth of sentences which say nothing, and ask for it."""
+    """Write a pass key that lies at a random depth of sentences which say nothing (Mohtashami and Jaggi)."""
     draw = ask.draw()
     depth = draw.random()
     key = str(draw.randrange(10_000, 100_000))
@@ -69,7 +69,7 @@ def passkey(ask: Ask, sentences: int) -> Draft:
 
 
 def kv_retrieval(ask: Ask, pairs: int) -> Draft:
-    """Write a JSON object of random UUIDs, and ask for the value of one key, which lies at a random depth."""
+    """Write a JSON object of random UUIDs, and ask for the value of one key at a random depth (Liu et al.)."""
     draw = ask.draw()
     where = draw.random()
     every = uuids(draw, 2 * pairs)

@@ -1,8 +1,8 @@
 """What a task is made of: a sample with its scoring, what a sample is asked for, and the draft that is sized.
 
-    Ask     which sample, how long, which seed  ->  the only source of random numbers
-    Draft   its text with a given amount of filler
-    Sample  the draft that came nearest to the length, with its exact number of tokens
+Ask     which sample, how long, which seed  ->  the only source of random numbers
+Draft   its text with a given amount of filler
+Sample  the draft that came nearest to the length, with its exact number of tokens
 """
 
 import random
@@ -103,34 +103,3 @@ class Draft:
 
 Write = Callable[[Ask, int], Draft]
 """Writes a sample with so many units of filler. More units make a longer text; the same arguments make the same."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
-    """One kind of samples.
-
-    Attributes:
-        name: its name.
-        title: what it is, in one line.
-        kind: what it asks of a model.
-        max_new_tokens: tokens that an answer may take; in a chat, each answer.
-        write: writes a sample.
-        least: units of filler that the shortest sample has.
-        match: how outputs are scored.
-        same_filler: whether all samples have the same filler.
-    """
-
-    name: str
-    title: str
-    kind: Kind
-    max_new_tokens: int
-    write: Write
-    least: int = 0
-    match: Match = "all"
-    same_filler: bool = False
-
-    def make(self, tokenizer: object, length: int, count: int, seed: int) -> list[Sample]:
-        """Make samples; see ``make_samples``."""
-        from tierkv.benchmarks.tasks.sizing import make  # it knows tasks, so it comes after them
-
-        return make(self, tokenizer, length, count, seed)

@@ -1,14 +1,12 @@
-"""Samples of an exact length: how many tokens a prompt has, and the search for the filler that comes nearest.
+"""Exact lengths: how many tokens a prompt has, and the search for the filler that comes nearest to a length.
 
 A text with one more word doesn't always have more tokens, since tokens span words. So the search looks for *a* largest
 amount that fits, and what it returns was counted, not estimated.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from typing import Any, Final
 
-from tierkv.benchmarks.tasks.sample import Ask, Draft, Sample, Task
 from tierkv.errors import ConfigError
 
 _MOST_FILLER: Final = 16
@@ -41,38 +39,10 @@ def prompt_ids(tokenizer: Any, prompt: str, history: Sequence[Mapping[str, str]]
         # Templates refuse messages with an exception of jinja2's own.
         if not isinstance(error, ValueError) and type(error).__module__.partition(".")[0] != "jinja2":
             raise
-        raise ConfigError(f"the model's chat template cannot be used ({error}); take an instruction-tuned model") from None
-    return list(encoded["input_ids"])
-
-
-def make(task: Task, tokenizer: Any, length: int, count: int, seed: int) -> list[Sample]:
-    """Make the samples of a task; see ``make_samples``."""
-    for name, value, legal in (("length", length, "tokens"), ("count", count, "samples")):
-        if type(value) is not int or value < 1:
-            raise ConfigError(f"{name} {value!r} is not a number of {legal}; give 1 or more")
-    if type(seed) is not int:
-        raise ConfigError(f"seed {seed!r} is not a whole number; give one")
-    asks = [Ask(task.name, index, count, length, seed) for index in range(count)]
-    counters = [_counter(task, tokenizer, ask) for ask in asks]
-    shortest = max(tokens(task.least) for tokens in counters)
-    if shortest > length:
-        least = _least_length(task, tokenizer, asks, shortest)
         raise ConfigError(
-            f"{length:,} tokens are too short for the task {task.name}: with this tokenizer it needs at least {least:,}"
-        )
-    amounts: list[int] = []
-    for tokens in counters:
-        guess = amounts[-1] if amounts else None
-        if task.same_filler and guess is not None:
-            amounts.append(guess)
-        else:
-            amounts.append(fit(tokens, length, task.least, guess))
-    if task.same_filler:
-        amounts = [_common(counters, length, amounts[0], task.least)] * count
-    return [
-        _sample(task, ask, _write(task, tokenizer, ask, amount), tokens(amount))
-        for ask, amount, tokens in zip(asks, amounts, counters, strict=True)
-    ]
+            f"the model's chat template cannot be used ({error}); take an instruction-tuned model"
+        ) from None
+    return list(encoded["input_ids"])
 
 
 def fit(tokens: Callable[[int], int], limit: int, least: int, guess: int | None = None) -> int:
@@ -112,53 +82,3 @@ def _estimate(tokens: Callable[[int], int], limit: int, low: int, high: int | No
         return 2 * end + 1
     # Rounded up while no amount was too much, so that the next one probably is.
     return begin + (limit - tokens(begin)) * (end - begin) // grown + (1 if high is None else 0)
-
-
-def _common(counters: Sequence[Callable[[int], int]], limit: int, amount: int, least: int) -> int:
-    """Return the largest amount, at most the given one, with which every sample fits."""
-    while amount > least and any(tokens(amount) > limit for tokens in counters):
-        amount -= 1
-    return amount
-
-
-def _least_length(task: Task, tokenizer: Any, asks: Sequence[Ask], length: int) -> int:
-    """Return the least length at which every sample fits without filler; a longer one may hold more that must be there."""
-    while True:
-        longer = [Ask(ask.task, ask.index, ask.count, length, ask.seed) for ask in asks]
-        shortest = max(_counter(task, tokenizer, ask)(task.least) for ask in longer)
-        if shortest <= length:
-            return length
-        length = shortest
-
-
-def _counter(task: Task, tokenizer: Any, ask: Ask) -> Callable[[int], int]:
-    """Return a function that counts the tokens of a sample with so much filler, each amount once."""
-
-    @cache
-    def tokens(amount: int) -> int:
-        return len(prompt_ids(tokenizer, _write(task, tokenizer, ask, amount).prompt))
-
-    return tokens
-
-
-def _write(task: Task, tokenizer: Any, ask: Ask, amount: int) -> Draft:
-    """Write a sample. A model that only continues texts is given the beginning of an answer to continue."""
-    draft = task.write(ask, amount)
-    if getattr(tokenizer, "chat_template", None):
-        return draft
-    turns = tuple(f"{turn}\nAnswer:" for turn in draft.turns)
-    return Draft(prompt=f"{draft.prompt}\nAnswer:", answers=draft.answers, turns=turns, depth=draft.depth)
-
-
-def _sample(task: Task, ask: Ask, draft: Draft, tokens: int) -> Sample:
-    return Sample(
-        task=task.name,
-        index=ask.index,
-        length=ask.length,
-        prompt=draft.prompt,
-        turns=draft.turns,
-        answers=draft.answers,
-        depth=draft.depth,
-        prompt_tokens=tokens,
-        match=task.match,
-    )

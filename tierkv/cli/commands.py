@@ -11,6 +11,7 @@ import typer
 import tierkv
 from tierkv.cli import (
     bench,
+    bench_longcontext,
     bench_predict,
     bench_replay,
     bench_restore,
@@ -19,7 +20,9 @@ from tierkv.cli import (
     generate,
     info,
     plan,
+    simulate,
     store,
+    top,
     tune,
 )
 from tierkv.cli.console import CommandGroup
@@ -34,6 +37,7 @@ app = typer.Typer(
 )
 app.command("demo", epilog=demo.EPILOG)(demo.demo)
 app.command("generate", epilog=generate.EPILOG)(generate.generate)
+bench.app.command("longcontext", epilog=bench_longcontext.EPILOG)(bench_longcontext.longcontext)
 bench.app.command("predict", epilog=bench_predict.EPILOG)(bench_predict.predict)
 bench.app.command("replay", epilog=bench_replay.EPILOG)(bench_replay.replay)
 bench.app.command("restore", epilog=bench_restore.EPILOG)(bench_restore.restore)
@@ -42,6 +46,8 @@ app.add_typer(bench.app)
 app.add_typer(store.app)
 app.command("tune", epilog=tune.EPILOG)(tune.tune)
 app.command("plan", epilog=plan.EPILOG)(plan.plan)
+app.command("simulate", epilog=simulate.EPILOG)(simulate.simulate)
+app.command("top", epilog=top.EPILOG)(top.top)
 app.command("info", epilog=info.EPILOG)(info.info)
 
 

@@ -1,7 +1,6 @@
 """``tierkv top``: the live view of this user's running engines."""
 
 import time
-from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -52,7 +51,10 @@ def top(
             if given:
                 raise BadInput(f"--prometheus and {name} exclude each other: leave one of them out")
         _serve(prometheus)
-    elif as_json:
+        return
+    if not interval >= 0.1:  # nan is neither more nor less
+        raise BadInput("--interval: nan is not a number of seconds (legal: from 0.1 to 3600)")
+    if as_json:
         with reserve_stdout(as_json):
             result = _as_dict(_look(pid))
         print_json(result)
@@ -73,7 +75,8 @@ def _look(pid: int | None) -> "Found":
     found = look_around(pid)
     if found.processes:
         return found
-    why = "".join(f"; {name}: {reason}" for name, reason in found.silent.items())
+    reasons = [f"{name}: {reason}" for name, reason in found.silent.items()] + found.refused
+    why = "".join(f"; {reason}" for reason in reasons)
     if pid is not None:
         others = ", ".join(str(process.pid) for process in look_around().processes)
         raise Failed(
@@ -93,7 +96,8 @@ def _print_once(found: "Found") -> None:
 
 
 def _as_dict(found: "Found") -> dict[str, Any]:
-    return {"version": 1, "processes": [asdict(process) for process in found.processes], "silent": found.silent}
+    processes = [asdict(process) for process in found.processes]
+    return {"version": 1, "processes": processes, "silent": found.silent, "refused": found.refused}
 
 
 def _watch(pid: int | None, interval: float) -> None:
@@ -102,24 +106,41 @@ def _watch(pid: int | None, interval: float) -> None:
     from tierkv.watch import look_around, rates_between
 
     found = _look(pid)
+    before: list[ProcessSnapshot] = []
     if out.is_terminal:
         from rich.live import Live
 
         with Live(render(found, {}), console=out, auto_refresh=False) as live:
             live.refresh()
-            before = found.processes
-            while before:
+            while found.processes or found.silent:
+                before = found.processes
                 time.sleep(interval)
                 found = look_around(pid)
-                if found.processes:
+                if found.processes or found.silent:
                     live.update(render(found, rates_between(before, found.processes)), refresh=True)
-                before = found.processes
     else:
-        before = []
-        while found.processes:
+        while found.processes or found.silent:
             for line in lines(found, rates_between(before, found.processes)):
                 print(line, flush=True)
             before = found.processes
             time.sleep(interval)
             found = look_around(pid)
     err.print("the last engine was closed", style="dim")
+
+
+def _serve(port: int) -> None:
+    """Serve Prometheus until a signal comes.
+
+    Raises:
+        BadInput: the port cannot be had.
+    """
+    from tierkv.prometheus import serve
+
+    try:
+        server = serve(port=port)
+    except OSError as error:
+        raise BadInput(f"--prometheus {port}: {error.strerror}; give another port") from None
+    with server:
+        err.print(f"serving {server.url} until Ctrl-C", style="dim", soft_wrap=True)
+        while True:
+            time.sleep(3600)

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Iterator, Mapping
-from itertools import chain
 
 from rich.console import Group, RenderableType
 from rich.panel import Panel
@@ -19,7 +18,7 @@ from tierkv.watch import EngineSnapshot, Found, ProcessSnapshot, Rates
 RatesByEngine = Mapping[tuple[int, int], Rates]
 """By the numbers of process and engine."""
 
-_BAR_WIDTH = 24
+_BAR_WIDTH = 14
 _LONGEST_COMMAND = 60
 _NOTHING = "-"
 
@@ -31,9 +30,11 @@ def engines_of(found: Found) -> Iterator[tuple[ProcessSnapshot, EngineSnapshot]]
 
 def render(found: Found, rates: RatesByEngine) -> RenderableType:
     """Return a panel for every engine, and a line for every process that does not answer."""
-    panels = (_panel(process, engine, rates.get((process.pid, engine.id))) for process, engine in engines_of(found))
-    silent = (Text(f"{name}: {why}", style="yellow") for name, why in found.silent.items())
-    return Group(*chain(panels, silent))
+    parts: list[RenderableType] = [
+        _panel(process, engine, rates.get((process.pid, engine.id))) for process, engine in engines_of(found)
+    ]
+    parts += [Text(f"{name}: {why}", style="yellow") for name, why in found.silent.items()]
+    return Group(*parts)
 
 
 def lines(found: Found, rates: RatesByEngine) -> list[str]:
@@ -60,15 +61,21 @@ def _panel(process: ProcessSnapshot, engine: EngineSnapshot, rates: Rates | None
     body: RenderableType = Text("no answer from this engine", style="yellow")
     if stats is not None:
         body = Group(_tiers(stats), Text(), _wires(stats, rates), Text(), pairs_table(_pairs(stats, rates)))
-    return Panel(body, title=Text(title, style="bold"), subtitle=Text(subtitle, style="dim"), title_align="left", subtitle_align="left")
+    return Panel(
+        body,
+        title=Text(title, style="bold"),
+        subtitle=Text(subtitle, style="dim"),
+        title_align="left",
+        subtitle_align="left",
+    )
 
 
 def _tiers(stats: Stats) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("tier")
+    table.add_column("tier", no_wrap=True)
     table.add_column("", width=_BAR_WIDTH)
     for name in ("in use", "budget", "share", "peak", "blocks", "copies"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     for name, tier in stats.tiers.items():
         if not tier.capacity_bytes:
             table.add_row(printable(name), Text("off", style="dim"))
@@ -92,10 +99,12 @@ def _wires(stats: Stats, rates: Rates | None) -> Table:
     table.add_column("now", justify="right", min_width=12)
     table.add_column("in all", justify="right")
     for wire, moved in stats.moved_bytes.items():
+        if not moved:
+            continue
         now = _NOTHING if rates is None else f"{_bytes(rates.moved_bytes_per_second.get(wire, 0.0))}/s"
         table.add_row(printable(wire).replace("_to_", " → "), now, format_bytes(moved))
     if not table.row_count:
-        table.add_row("none", "", "")
+        table.add_row("all", "", "nothing")
     return table
 
 
@@ -103,7 +112,7 @@ def _pairs(stats: Stats, rates: Rates | None) -> dict[str, str]:
     counters, prefix = stats.counters, stats.prefix
     speed = _NOTHING if rates is None else f"{rates.tokens_per_second:,.1f} tokens/s"
     pairs = {
-        "computed": f"{speed}; {counters.tokens:,} tokens in {counters.forwards:,} forwards, {stats.caches:,} caches open",
+        "computed": f"{speed}; {counters.tokens:,} tokens in {counters.forwards:,} forwards; caches open: {stats.caches:,}",
         "waits": f"{_stall(stats, rates)} stalled a token, overlap {_ratio(_overlap(stats, rates))}",
         "attention": printable(stats.read_path),
         "prefixes": (
@@ -112,7 +121,10 @@ def _pairs(stats: Stats, rates: Rates | None) -> dict[str, str]:
             f"{prefix.used_tokens:,} not computed; {format_bytes(prefix.kept_bytes)} kept, "
             f"{format_bytes(prefix.saved_bytes)} saved by sharing"
         ),
-        "writing": f"{format_bytes(queued_bytes(stats))} queued, {prefix.waiting_blocks:,} blocks wait, {prefix.shed_blocks:,} shed",
+        "writing": (
+            f"{format_bytes(queued_bytes(stats))} queued, {prefix.waiting_blocks:,} blocks wait, "
+            f"{prefix.shed_blocks:,} shed"
+        ),
         "errors": _errors(stats),
         "note": printable(stats.note),
     }

@@ -1,5 +1,6 @@
 """``tierkv tune``: measure this machine with a model and write the configuration that suits both."""
 
+import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,6 +12,7 @@ from tierkv.cli.process import nothing_to_clean_up
 from tierkv.cli.progress import Progress
 from tierkv.config import CacheConfig, load_config
 from tierkv.config_toml import as_toml
+from tierkv.page import Page
 from tierkv.sizes import format_bytes, free_memory, show
 
 if TYPE_CHECKING:
@@ -73,6 +75,9 @@ def tune(
             help="Also write the hardware profile of this machine, for tierkv plan and simulate.",
         ),
     ] = None,
+    report: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Also write a page with tables and charts, one HTML file.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
     """Measure this machine with a model and write a tierkv.toml in which every value says why it is what it is.
@@ -83,11 +88,15 @@ def tune(
     """
     check_savable(target, "--out")
     check_savable(profile, "--profile-out")
+    if report is not None:
+        Page.check_writable(report)
     start = load_config(config)
     if disk_path is not None:
         start = start.replace({"disk.path": disk_path}, "--disk-path")
     with reserve_stdout(as_json or target is None):
-        result, text, machine_text = _run(model, start, context, sessions, dtype, device, quick=quick, verify=verify)
+        result, text, machine_text = _run(
+            model, start, context, sessions, dtype, device, quick=quick, verify=verify, report=report
+        )
     if target is not None:
         save_text(target, text)
     if profile is not None:
@@ -110,6 +119,7 @@ def _run(
     *,
     quick: bool,
     verify: bool,
+    report: str | None,
 ) -> tuple[dict[str, Any], str, str]:
     progress = Progress()
     with progress.stage("load", f"loading {source}") as stage:
@@ -155,6 +165,12 @@ def _run(
         "file_system": file_system,
         "seconds": progress.seconds,
     }
+    if report is not None:
+        from tierkv.cli.tune_report import write_report
+
+        write_report(
+            report, result, tuned.fit, filled.token_bytes(model), datetime.datetime.now(tz=datetime.UTC).date()
+        )
     return result, as_toml(tuned.config, tuned.reasons), profile
 
 

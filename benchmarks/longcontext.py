@@ -8,6 +8,7 @@ The reference runs first at every length, as the tokens of all others are compar
 runs out of memory has rows with ``error``; a process that ends is replaced, and what it was at is such a row.
 """
 
+import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -16,14 +17,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
-from tierkv.benchmarks.longcontext_rows import Key, Row, RowLog, compare
-from tierkv.benchmarks.longcontext_settings import Settings, is_exact
+from tierkv.benchmarks.longcontext_rows import ROWS_FILE, SETTINGS_FILE, Key, Row, RowLog, compare
+from tierkv.benchmarks.longcontext_settings import Settings, is_exact, is_tiered
 from tierkv.benchmarks.restore_process import Child
 from tierkv.errors import ConfigError, TierKVError
 
 CHILD: Final = "tierkv.benchmarks.longcontext_child"
 MOST_ENDS: Final = 2
 """Times in a row that a process may end before the rest of its cache and length is given up."""
+TRACE_FILE: Final = "trace.json"
 _TIERS: Final = ".tiers"
 _EMPTY: Final[Row] = {
     "score": None, "output": None, "tokens": None, "ttft_seconds": None, "ttft_seconds_all": None,
@@ -70,9 +72,9 @@ class Session:
             self._find_out()
         except BaseException as error:
             if not self.log.rows:  # what was refused leaves no trace that would forbid another try
-                with suppress(OSError):
-                    (folder / "settings.json").unlink()
-                    (folder / "rows.jsonl").unlink()
+                for name in (SETTINGS_FILE, ROWS_FILE):
+                    with suppress(OSError):
+                        (folder / name).unlink()
             self._close(error)
             raise
 
@@ -95,6 +97,15 @@ class Session:
     def missing(self) -> list[Key]:
         """The rows that there will be and are not yet."""
         return [key for key in self.keys if key not in self.log.rows]
+
+    @property
+    def trace(self) -> dict[str, Any] | None:
+        """One decoded token of tierkv at the longest length, as ``longcontext_trace`` makes it, or None."""
+        try:
+            found = json.loads((self.folder / TRACE_FILE).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        return found if isinstance(found, dict) else None
 
     def run(self, on_row: OnRow, on_part: OnPart, stop: Callable[[], bool] = lambda: False) -> None:
         """Run what is missing.
@@ -127,6 +138,8 @@ class Session:
         self._close(error)
 
     def _find_out(self) -> None:
+        if not self.log.rows:
+            (self.folder / TRACE_FILE).unlink(missing_ok=True)  # of another run
         self._spare = self._start("what there is to do")
         self.facts: dict[str, Any] = self._load(self._spare)
         limit, longest = self.facts["limit"], max(self.settings.lengths)
@@ -166,8 +179,9 @@ class Session:
                     continue
                 assert child is not None
                 try:
-                    answer = child.ask("sample", task=key.task, sample=key.sample)
+                    answer = child.ask("sample", task=key.task, sample=key.sample, trace=key == self._traced)
                     ended = 0
+                    self._keep_trace(answer.pop("trace"))
                 except TierKVError as error:  # a sample answers its errors itself: the process is gone
                     child.close()
                     child, ended, answer = None, ended + 1, {"error": str(error)}
@@ -211,6 +225,18 @@ class Session:
         compare(row, self.log.rows)
         self.log.append(row)
         return row
+
+    @property
+    def _traced(self) -> Key | None:
+        """The row whose last token is watched: the last of tierkv's first cache at the longest length."""
+        cache = next(filter(is_tiered, self.caches), None)
+        keys = [key for key in self.keys if (key.cache, key.length) == (cache, max(self.settings.lengths))]
+        return keys[-1] if keys else None
+
+    def _keep_trace(self, trace: dict[str, Any] | None) -> None:
+        if trace is not None:
+            trace["otherData"] |= {"cache": self._traced.cache if self._traced else "", "model": self.facts["model"]}
+            (self.folder / TRACE_FILE).write_text(json.dumps(trace), encoding="utf-8")
 
     def _close(self, error: BaseException | None) -> None:
         try:

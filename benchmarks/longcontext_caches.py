@@ -1,5 +1,6 @@
 """The caches that ``tierkv bench longcontext`` compares, each with its best settings for a given number of tokens."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -21,6 +22,8 @@ _SIZES: Final = (256, 128, 64, 32, 16)
 _DEVICE_BLOCKS: Final = 12
 """Large blocks suit a disk; as large as leave the device so many."""
 _SPARE_BYTES: Final = 1 << 26
+_TRIED_TOKENS: Final = 8
+_GROUP: Final = 64
 
 Stats = dict[str, Any]
 
@@ -164,25 +167,32 @@ class Caches:
 
 _MAKERS: Final[dict[str, Callable[[Any], Any]]] = {
     REFERENCE: lambda config: DynamicCache(config=config),
-    LOSSY: lambda config: QuantizedCache("quanto", config=config, nbits=4),
+    LOSSY: lambda config: QuantizedCache("quanto", config=config, nbits=4, q_group_size=_group_size(config)),
     "offloaded": lambda config: DynamicCache(config=config, offloading=True),
 }
 
 
-def why_not(name: str, config: Any) -> str | None:
-    """Say why a cache cannot run here; None where it can."""
-    if name == LOSSY:
-        try:
-            _MAKERS[name](config)
-        except ImportError:
-            return "it needs the package optimum-quanto"
-        except (ValueError, NotImplementedError, AttributeError) as error:
-            return f"transformers does not quantise this model's cache: {error}"
-    elif name == "offloaded":
-        try:
-            _MAKERS[name](config)
-        except (AssertionError, RuntimeError, NotImplementedError) as error:
-            return f"this version of transformers offloads from a GPU only ({str(error).rstrip('.')})"
+def _group_size(config: Any) -> int:
+    """Return over how many numbers of a head a scale is shared: transformers' 64 where the head's size allows it."""
+    text = config.get_text_config(decoder=True)
+    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return math.gcd(_GROUP, head)
+
+
+def why_not(name: str, model: Any) -> str | None:
+    """Say why a cache of transformers cannot run here, after trying; None where it can."""
+    if name not in (LOSSY, "offloaded"):
+        return None
+    fed = torch.ones((1, _TRIED_TOKENS), dtype=torch.long, device=model.device)
+    try:
+        model.generate(
+            fed, attention_mask=torch.ones_like(fed), cache=_MAKERS[name](model.config), max_new_tokens=2,
+            do_sample=False, num_beams=1, pad_token_id=0,
+        )  # fmt: skip
+    except ImportError:
+        return "it needs the package optimum-quanto"
+    except (AssertionError, RuntimeError, NotImplementedError, ValueError, AttributeError, TypeError) as error:
+        return f"transformers cannot run it with this model on {model.device.type}: {' '.join(str(error).split()).rstrip('.')}"
     return None
 
 

@@ -15,8 +15,8 @@ from typing import Any, Final
 
 import torch
 
-from tierkv.benchmarks import machine
-from tierkv.benchmarks.longcontext_caches import Caches, why_not
+from tierkv.benchmarks import longcontext_trace, machine
+from tierkv.benchmarks.longcontext_caches import Caches, Subject, why_not
 from tierkv.benchmarks.longcontext_memory import PeakMemory
 from tierkv.benchmarks.longcontext_prompts import Item, Prompts, describe
 from tierkv.benchmarks.longcontext_timing import Clock, times_of
@@ -29,6 +29,8 @@ KEEPS_PREFIXES: Final = "system_prompt"
 """The task whose samples are conversations of one engine: every other one begins on an engine that knows nothing."""
 WARM_UP_TOKENS: Final = 64
 _BLOCK: Final = 32
+_AGAIN: Final = 3
+"""Tokens that are run once more for a trace: the first puts the cache right, the second warms up what watches."""
 _OOM_SCORE: Final = "500"
 
 Answer = dict[str, Any]
@@ -38,6 +40,7 @@ class LongContext:
     """A loaded model, and the cache that it is run with."""
 
     caches: Caches | None = None
+    traced: Answer | None = None
 
     def load(self, model: str, dtype: str, folder: str) -> Answer:
         """Load the model.
@@ -75,7 +78,7 @@ class LongContext:
 
     def left_out(self, caches: Sequence[str]) -> dict[str, str]:
         """Return the caches that cannot run here, and why."""
-        reasons = {name: why_not(name, self.model.config) for name in caches}
+        reasons = {name: why_not(name, self.model) for name in caches}
         return {name: reason for name, reason in reasons.items() if reason is not None}
 
     def plan(
@@ -121,15 +124,29 @@ class LongContext:
         self.end_token = self.model.generation_config.eos_token_id
         self.caches = Caches(self.model, cache, length, Path(folder))
         self.task = ""
-        self._warm_up(items[0])
+        try:
+            self._warm_up(items[0])
+        except TierKVError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever a cache fails with is its result
+            raise TierKVError(_words(error)) from None
         return {"share": self.caches.share}
 
-    def sample(self, task: str, sample: int) -> Answer:
-        """Run one conversation; its measures, or ``error``."""
+    def sample(self, task: str, sample: int, trace: bool) -> Answer:  # noqa: FBT001 - a JSON key
+        """Run one conversation.
+
+        Args:
+            task: its name.
+            sample: its number.
+            trace: run the last tokens once more, watched, where the cache is tierkv's.
+
+        Returns:
+            Its measures or ``error``, and ``trace``, or None.
+        """
         item = self.items[task, sample]
         if task != self.task and self.caches is not None:
             self.caches.close()
-        self.task = task
+        self.task, self.traced = task, None
         row: Answer = {
             "task": task,
             "sample": sample,
@@ -140,21 +157,21 @@ class LongContext:
         gc.collect()
         memory = PeakMemory(self.model.device)
         try:
-            row |= self._run(item, keep=task == KEEPS_PREFIXES)
+            row |= self._run(item, memory, keep=task == KEEPS_PREFIXES, trace=trace)
         except Exception as error:  # noqa: BLE001 - whatever a cache fails with is its result
-            row |= {"error": _words(error)}
-        return {**row, **memory.measures()}
+            row |= {"error": _words(error), **memory.measures()}
+        return {**row, "trace": self.traced}
 
     def close(self) -> None:
         """End what is open."""
         if self.caches is not None:
             self.caches.close()
 
-    def _run(self, item: Item, *, keep: bool) -> Answer:
+    def _run(self, item: Item, memory: PeakMemory, *, keep: bool, trace: bool) -> Answer:
         assert self.caches is not None
         ids, texts, tokens, clocks = list(item.ids), [], [], []
         with self.caches.conversation(item.tokens, keep=keep) as subject:
-            for following in (*item.turns, None):
+            for following in (*item.turns, ()):
                 clock = Clock()
                 answer = self._generate(ids, item.new_tokens, subject.cache, clock)
                 texts.append(
@@ -162,9 +179,11 @@ class LongContext:
                 )
                 tokens += answer
                 clocks.append(clock)
-                if following is not None:
-                    ids += [*self._without_end(answer), *following]
-            measures = subject.measures()
+                ids += [*self._without_end(answer), *following] if following else answer
+            measures = {**subject.measures(), **memory.measures()}
+            if trace:
+                with suppress(TierKVError):  # the row is there; without a trace the page has no timeline
+                    self.traced = self._trace(ids, subject)
         output = "\n".join(texts)
         return {
             "score": float(item.source.score(output)),
@@ -185,6 +204,18 @@ class LongContext:
         )  # fmt: skip
         answer: list[int] = out[0, len(ids) :].tolist()
         return answer
+
+    def _trace(self, ids: Sequence[int], subject: Subject) -> Answer | None:
+        """Run the last tokens of a conversation once more and watch the last; None where that cannot be watched."""
+        if subject.engine is None or longcontext_trace.why_not(subject.engine) or len(ids) <= _AGAIN:
+            return None
+        clock = Clock()
+        with longcontext_trace.watched(subject.engine) as spans:
+            self._generate(ids[:-_AGAIN], _AGAIN, subject.cache, clock)
+        if len(clock.times) < _AGAIN:
+            return None
+        token = longcontext_trace.Span(longcontext_trace.MODEL, "token", *clock.times[-2:])
+        return longcontext_trace.chrome_trace(spans, token, {"tokens before": len(ids) - 1})
 
     def _without_end(self, answer: list[int]) -> list[int]:
         """Return an answer without the token that ends it: the text between the turns has its own."""

@@ -4,17 +4,41 @@ import csv
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+from tierkv.benchmarks.longcontext_headline import headline
 from tierkv.benchmarks.longcontext_rows import Row
-from tierkv.benchmarks.longcontext_settings import LOSSY, REFERENCE, is_tiered
-from tierkv.benchmarks.longcontext_summary import Spread, by, cells, describe, mean_score, mismatches, unchecked
-from tierkv.charts import Chart, Number, heat_map, line_chart
+from tierkv.benchmarks.longcontext_settings import LOSSY
+from tierkv.benchmarks.longcontext_summary import (
+    Spread,
+    by,
+    cells,
+    describe,
+    mean_score,
+    mismatches,
+    unchecked,
+)
+from tierkv.benchmarks.longcontext_trace import timeline_rows
+from tierkv.charts import Chart, Number, heat_map, line_chart, timeline
 from tierkv.charts_data import Cell
 from tierkv.charts_units import Format, format_tokens, format_value
 from tierkv.page import Page
 
-_LISTED = 20
+_LISTED: Final = 20
+NEEDLE: Final = "needle"
+"""The task whose depths are shown, where it was run."""
+_HONESTY: Final = (
+    "Every cache runs at every length in a process of its own, on one conversation at a time, greedily, after a "
+    "short untimed warm-up. Times are medians over all tasks and samples of a length, with the least and the "
+    "largest as a band. The time to the first token holds the whole prefill; prompts with a known prefix are not in "
+    "it. Peak resident memory is the process's, model included; KV in memory is what the cache itself held. "
+    "tierkv's disk tier was written in the same run, so its file may still be in the page cache: its reads are then "
+    "memory copies, not SSD reads. tierkv begins every conversation without knowing any prefix, except in the task "
+    "system_prompt.\n\n"
+    "Tasks are generated from a seed, out of Python's own documentation; those after RULER are RULER-style, not "
+    "RULER."
+)
+
 Result = Mapping[str, Any]
 
 
@@ -35,8 +59,8 @@ def write_csv(path: Path, rows: Sequence[Row]) -> None:
         beside.unlink(missing_ok=True)
 
 
-def make_page(result: Result, rows: Sequence[Row]) -> Page:
-    """Return the page of a run, finished or not."""
+def make_page(result: Result, rows: Sequence[Row], trace: Mapping[str, Any] | None = None) -> Page:
+    """Return the page of a run, finished or not, with the timeline of a token where there is a trace."""
     page = Page(
         f"Long context: {result['model']}, {result['dtype']}",
         lead=" ".join(headline(result, rows)),
@@ -50,71 +74,13 @@ def make_page(result: Result, rows: Sequence[Row]) -> Page:
         _memory(page, found)
         _speed(page, found)
         _answers(page, rows)
+        if trace is not None:
+            _token(page, trace)
         _tables(page, found, rows)
     _what_is_missing(page, rows, result)
     page.section("How to reproduce", _HONESTY)
     page.note("command", result["command"])
     return page
-
-
-_HONESTY = (
-    "Every cache runs at every length in a process of its own, on one conversation at a time, greedily, after a short "
-    "untimed warm-up. Times are medians over all tasks and samples of a length, with the least and the largest as a band. "
-    "The time to the first token holds the whole prefill. Peak resident memory is the process's, model included; KV in "
-    "memory is what the cache itself held. tierkv's disk tier was written in the same run, so its file may still be in "
-    "the page cache: its reads are then memory copies, not SSD reads. tierkv begins every conversation without knowing "
-    "any prefix, except in the task system_prompt.\n\n"
-    "Tasks are generated from a seed, out of Python's own documentation; those after RULER are RULER-style, not RULER."
-)
-
-
-def headline(result: Result, rows: Sequence[Row]) -> list[str]:
-    """Return what the run came to, in two to four sentences made from its rows."""
-    said = []
-    wrong = mismatches(rows, must_match=result["must_match"])
-    compared = [row for row in rows if row["exact"] and row["agreement"] is not None]
-    if wrong:
-        said.append(f"{len(wrong)} of {len(compared)} answers of exact caches are not {REFERENCE}'s.")
-    elif compared and result["must_match"]:
-        said.append(f"Every exact cache gave {REFERENCE}'s tokens in all {len(compared)} answers compared.")
-    elif compared:
-        mean = sum(row["agreement"] for row in compared) / len(compared)
-        said.append(f"In {result['dtype']} exact caches agree with {REFERENCE} on {mean:.1%} of tokens.")
-    if lossy := [row for row in rows if row["cache"] == LOSSY and row["agreement"] is not None]:
-        mean = sum(row["agreement"] for row in lossy) / len(lossy)
-        said.append(f"The lossy {LOSSY} cache agrees on {mean:.1%}.")
-    said += _against(rows)
-    if errors := sum(row["error"] is not None for row in rows):
-        said.append(f"{errors} rows are errors.")
-    if result["missing"]:
-        said.append(f"The run is not finished: {result['missing']} rows are missing.")
-    return said
-
-
-def _against(rows: Sequence[Row]) -> list[str]:
-    """Compare tierkv with the reference at the longest length that both have."""
-    found = {(cell["cache"], cell["length"]): cell for cell in cells(rows)}
-    for length in sorted({length for _, length in found}, reverse=True):
-        own = next((cell for (cache, at), cell in found.items() if at == length and is_tiered(cache)), None)
-        reference = found.get((REFERENCE, length))
-        if own is None or reference is None or not (own["ttft_seconds"] and reference["ttft_seconds"]):
-            continue
-        said = []
-        kept, whole = own["kv_in_memory_bytes"], reference["kv_in_memory_bytes"]
-        if kept and whole:
-            said.append(
-                f"At {format_tokens(length)} tokens {own['cache']} held {format_value(kept.median, 'bytes')} in memory where "
-                f"{REFERENCE} held {format_value(whole.median, 'bytes')} of KV."
-            )
-        speeds = own["tokens_per_second"], reference["tokens_per_second"]
-        if all(speeds):
-            said.append(
-                f"It made {speeds[0].median:.1f} tokens a second ({REFERENCE}: {speeds[1].median:.1f}) and its first token "
-                f"took {format_value(own['ttft_seconds'].median, 'seconds')} "
-                f"({format_value(reference['ttft_seconds'].median, 'seconds')})."
-            )
-        return said
-    return []
 
 
 def _facts(result: Result) -> dict[str, Cell]:
@@ -183,7 +149,8 @@ def _answers(page: Page, rows: Sequence[Row]) -> None:
         ),
         caption="Mean over all lengths and samples. Exact caches have the same scores where their tokens are the same.",
     )  # fmt: skip
-    needle = next((task for task in tasks if any(row["depth"] is not None for row in by(rows, "task")[task,])), None)
+    deep = {row["task"] for row in rows if row["depth"] is not None}
+    needle = next((task for task in (NEEDLE, *tasks) if task in deep), None)
     for cache in caches if needle else ():
         some = [row for row in grouped.get((needle, cache), ()) if row["depth"] is not None]
         if some:
@@ -198,6 +165,16 @@ def _needle(task: str, cache: str, rows: Sequence[Row]) -> Chart:
         [[mean_score(grouped.get((depth, length), ())) for length in lengths] for depth in depths],
         value_label="score", x_format="tokens", y_format="percent", value_format="percent",
     )  # fmt: skip
+
+
+def _token(page: Page, trace: Mapping[str, Any]) -> None:
+    about = trace["otherData"]
+    page.section("One token")
+    page.plot(
+        timeline(f"What one decoded token of {about['cache']} is made of", timeline_rows(trace)),
+        caption=f"With {about['tokens before']:,} tokens before it: computing, waits for copies, and the copies of every "
+        "thread. Measured once, with the watching's own cost in it.",
+    )
 
 
 def _tables(page: Page, found: Sequence[Mapping[str, Any]], rows: Sequence[Row]) -> None:

@@ -64,8 +64,14 @@ def scores(rows: Iterable[Row]) -> dict[str, dict[str, dict[str, float | None]]]
     return found
 
 
+def reused(rows: Iterable[Row]) -> list[Row]:
+    """Return the rows whose prompt began with a prefix that the cache knew from the conversation before."""
+    return [row for row in rows if row["prefix_tokens"]]
+
+
 MEASURES: Mapping[str, Callable[[Row], float | None]] = {
-    "ttft_seconds": lambda row: row["ttft_seconds"],
+    # Of prompts that were computed whole: a prefix that was known already is another thing; see ``reused``.
+    "ttft_seconds": lambda row: None if row["prefix_tokens"] else row["ttft_seconds"],
     "tokens_per_second": lambda row: row["tokens_per_second"],
     "inter_token_p50_seconds": lambda row: (row["inter_token_seconds"] or {}).get("p50"),
     "inter_token_p99_seconds": lambda row: (row["inter_token_seconds"] or {}).get("p99"),

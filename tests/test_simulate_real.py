@@ -4,18 +4,20 @@ A real engine serves a small trace while every call of its manager is written do
 serves the same trace; it is told only in which order copies were complete, and when scratch was divided anew.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 import transformers as tf
 
 import tierkv
+from tests.manager_log import Log, common, describe, difference
 from tierkv.config import load_config
 from tierkv.cost import CostModel, Costs, Line
 from tierkv.integrations.hf_compat import block_layout
 from tierkv.keys import chain_keys
-from tierkv.moves import Room
+from tierkv.manager import TierManager
 from tierkv.prefix import _KNEE_TOKENS
 from tierkv.simulate import Simulation
 from tierkv.simulate_prefix import KNEE_TOKENS
@@ -29,97 +31,12 @@ BLOCK = 16
 
 
 @dataclass
-class Log:
-    """Every call of a manager that changes something, with its answer. Tables and blocks are numbered as they come."""
-
-    events: list[tuple] = field(default_factory=list)
-    tables: dict = field(default_factory=dict)
-
-    def watch(self, manager):
-        for name in (
-            "open",
-            "begin",
-            "commit",
-            "background",
-            "complete",
-            "share",
-            "publish",
-            "crop",
-            "release",
-            "resize",
-        ):
-            setattr(manager, name, self._wrap(getattr(manager, name), getattr(self, f"_{name}")))
-        for name in ("fail", "rollback", "fork", "disown_shared", "freeze"):
-            setattr(manager, name, self._refuse)
-
-    def _wrap(self, method, describe):
-        def call(*args, **kwargs):
-            before = args[0].length if describe == self._crop else None
-            answer = method(*args, **kwargs)
-            event = describe(*args, answer=answer, before=before)
-            if event is not None:
-                self.events.append(event)
-            return answer
-
-        return call
-
-    def _refuse(self, *args, **kwargs):
-        raise AssertionError("nothing fails here, and no sequence is forked")
-
-    def _number(self, table):
-        return self.tables.setdefault(table, len(self.tables))
-
-    def _open(self, *, answer, before):
-        return ("open", self._number(answer))
-
-    def _begin(self, tables, count, *, answer, before):
-        asked = ("begin", [self._number(table) for table in tables], count)
-        if isinstance(answer, Room):
-            return (*asked, "room", describe(answer.moves))
-        return (*asked, "step", [[place(block) for block in table.blocks] for table in tables])
-
-    def _commit(self, step, *, answer, before):
-        return ("commit", [self._number(table) for table in step.tables], step.stop)
-
-    def _background(self, tables, *, answer, before):
-        return ("background", describe(answer))
-
-    def _complete(self, move, *, answer, before):
-        return ("complete", *describe([move])[0])
-
-    def _share(self, table, keys, ids, *, answer, before):
-        return ("share", self._number(table), answer, [place(block) for block in table.blocks])
-
-    def _publish(self, table, index, key, ids, parent, cost, *, answer, before):
-        return ("publish", self._number(table), index, cost, parent is None, place(answer))
-
-    def _crop(self, table, length, *, answer, before):
-        return ("crop", self._number(table), length) if before != length else None
-
-    def _release(self, table, *, answer, before):
-        return ("release", self._number(table))
-
-    def _resize(self, tier, slots, *, answer, before):
-        return ("resize", tier, slots, describe(answer.moves) if answer else [])
-
-
-def place(block):
-    return (block.uid, block.sealed, sorted(block.slots.items()))
-
-
-def describe(moves):
-    return [
-        (move.wire.label, move.source.uid, move.target.uid, move.source_slot, move.slot, move.evicts) for move in moves
-    ]
-
-
-@dataclass
 class Replayed:
     """An executor whose copies are complete in the order in which the engine's were."""
 
-    manager: object
-    real: list
-    mine: list
+    manager: TierManager
+    real: list[tuple[Any, ...]]
+    mine: list[tuple[Any, ...]]
 
     def submit(self, moves):
         pass
@@ -208,7 +125,7 @@ def serve(engine, model, plan, seed):
     drain = offers.drain
     offers.drain = lambda wait_seconds=0.0: drain(5.0)  # the queue is tiny here, and its thread is as fast as it is
     common = torch.randint(3, 97, (1, 70), generator=draw)
-    said = {}
+    said: dict[int, torch.Tensor] = {}
     asked = []
     for session, tokens, answer in plan:
         new = torch.randint(3, 97, (1, tokens), generator=draw)
@@ -310,20 +227,6 @@ def test_the_same_decisions_block_by_block(model, tmp_path, name):
         assert any(event[0] == "complete" and "disk" in event[1] for event in real.events)
     if name == "the store evicts":
         assert store.num_evicted > 0
-
-
-def common(real, mine):
-    """Return how many events from the first on are the same."""
-    return next(
-        (at for at, (one, other) in enumerate(zip(real.events, mine.events, strict=False)) if one != other),
-        min(len(real.events), len(mine.events)),
-    )
-
-
-def difference(real, mine):
-    at = common(real, mine)
-    lines = (f"real: {real.events[at : at + 3]}", f"mine: {mine.events[at : at + 3]}")
-    return "\n".join((f"event {at}", *lines, f"before: {real.events[max(0, at - 3) : at]}"))
 
 
 def test_costs_of_blocks_are_those_of_an_engine():

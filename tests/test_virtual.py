@@ -136,9 +136,9 @@ def test_waiting_ends_with_the_arrival_and_waiting_for_nothing_is_an_error():
         wires.send(UP, arrived(name))
     wires.run_until(lambda: bool(arrived.seen))
     assert wires.now == 1.0
-    assert wires.next_event == 2.0
+    assert [wires.next_event] == [2.0]
     wires.run_until(lambda: len(arrived.seen) == 2)
-    assert wires.next_event is None
+    assert [wires.next_event] == [None]
     with pytest.raises(RuntimeError, match="nothing is under way"):
         wires.run_until(lambda: False)
 

@@ -9,20 +9,15 @@ from dataclasses import replace
 
 import pytest
 
-from tests.publishing import EngineProcess
-from tierkv import publish_folder, watch
+from tests.publishing import EngineProcess, private_places
+from tierkv import watch
 from tierkv.metrics import Counters, Stats, TierStats
 from tierkv.watch import EngineSnapshot, ProcessSnapshot, WatchError, look_around, rates, rates_between, read_snapshot
 
 
 @pytest.fixture
 def runtime(tmp_path, monkeypatch):
-    """Give the folder that stands for ``$XDG_RUNTIME_DIR``; the other place is a folder of this test's own too."""
-    folder = tmp_path / "run"
-    folder.mkdir(mode=0o700)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
-    monkeypatch.setattr(publish_folder, "SHARED", tmp_path)
-    return folder
+    return private_places(tmp_path, monkeypatch)
 
 
 @contextmanager
@@ -170,7 +165,6 @@ def test_answers_have_an_end(tmp_path, monkeypatch):
 
 def test_one_bad_process_hides_no_other(runtime, monkeypatch):
     monkeypatch.setattr(watch, "WAIT_SECONDS", 0.3)
-    monkeypatch.setattr(read_snapshot, "__defaults__", (0.3,))
     with EngineProcess(runtime) as child, answering(runtime / "tierkv" / "tierkv-7.sock", None):
         found = look_around()
     assert [process.pid for process in found.processes] == [child.pid]

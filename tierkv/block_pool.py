@@ -152,9 +152,11 @@ class BlockPool:
         return self._masks[segment] & ((1 << below) - 1)
 
     def _file(self, segment: int) -> None:
-        usable = self._usable(segment)
+        size = self.slots_per_segment
+        # Only the last segment can reach beyond the limit.
+        usable = self._masks[segment] if (segment + 1) * size <= self._limit else self._usable(segment)
         self._whole.pop(segment, None)
-        if usable == (1 << self.slots_per_segment) - 1:
+        if usable == (1 << size) - 1:
             self._partial.pop(segment, None)
             self._whole[segment] = None
         elif usable:

@@ -186,8 +186,7 @@ class TierManager(TableBook):
                     yield block
 
     def _num_cold(self) -> int:
-        census = self.census()
-        return sum(census[tier][0] for tier in self.promoted)
+        return sum(map(self.places.num_highest, self.promoted))
 
     # -- completions ----------------------------------------------------------------------------------------------
 

@@ -45,6 +45,10 @@ class Places:
         """Return per tier ``(blocks whose highest copy is here, further clean copies here)``."""
         return {tier: (len(self._primary[tier]), len(self._clean[tier])) for tier in _TIERS}
 
+    def num_highest(self, tier: Tier) -> int:
+        """Return how many blocks have their highest copy in ``tier``."""
+        return len(self._primary[tier])
+
     def lying_in(self, tier: Tier) -> list[Block]:
         """Return all blocks with a copy in ``tier``."""
         return [*self._primary[tier], *self._clean[tier]]
@@ -96,13 +100,15 @@ class Places:
 
     def put(self, block: Block, tier: Tier, slot: int) -> None:
         """Note a readable copy of ``block`` in a slot that was taken for it."""
+        before = tuple(block.slots)
         block.slots[tier] = slot
-        self._file(block)
+        self._file(block, before)
 
     def drop(self, block: Block, tier: Tier) -> None:
         """Give up the copy of ``block`` in ``tier``."""
+        before = tuple(block.slots)
         self.pools[tier].release(block.slots.pop(tier))
-        self._file(block)
+        self._file(block, before)
 
     def forget(self, block: Block) -> None:
         """A block that no table holds: give up its copies. One on its way is given up when it is reported."""
@@ -111,8 +117,9 @@ class Places:
 
     def start(self, block: Block, tier: Tier, slot: int, *, evicts: bool, tail_of: BlockTable | None = None) -> Move:
         """Note a copy of ``block`` that is under way to ``slot``."""
-        move = Move(block, Wire(block.tier, tier), block.slots[block.tier], slot, evicts, tail_of)
-        self.pools[block.tier].retain(move.source_slot)
+        source = block.tier
+        move = Move(block, Wire(source, tier), block.slots[source], slot, evicts, tail_of)
+        self.pools[source].retain(move.source_slot)
         if tail_of is None:
             block.arriving[tier] = slot
         self.moves.add(move)
@@ -133,18 +140,16 @@ class Places:
             if slot < pool.num_slots and pool.references(slot) == 1 and block not in running:
                 yield block
 
-    def _file(self, block: Block) -> None:
-        before = None
-        for tier in _TIERS:
-            if block in self._primary[tier]:
-                del self._primary[tier][block]
-                before = tier
-            self._clean[tier].pop(block, None)
+    def _file(self, block: Block, before: tuple[Tier, ...]) -> None:
+        """Put a block where its copies are now; before, they were in these tiers. The oldest in a place comes first."""
+        was = min(before, default=None)
+        for tier in before:
+            del (self._primary if tier is was else self._clean)[tier][block]
         if not block.slots:
             return
         highest = block.tier
         for tier in block.slots:
             (self._primary if tier is highest else self._clean)[tier][block] = None
-        if before is not None and before is not highest and block.references:
-            self.num_rises += highest < before
-            self.num_falls += highest > before
+        if was is not None and was is not highest and block.references:
+            self.num_rises += highest < was
+            self.num_falls += highest > was

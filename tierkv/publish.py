@@ -40,6 +40,8 @@ from tierkv.sizes import show
 SWITCH: Final = "TIERKV_PUBLISH"
 _LONGEST_TEXT: Final = 500
 _TRIES: Final = 3
+_ANSWER_SECONDS: Final = 2.0
+"""Longest wait for an answer under way when an engine closes: its disk may hang, and Ctrl-C is held back meanwhile."""
 
 _log = logging.getLogger(__name__)
 
@@ -97,8 +99,8 @@ class Publisher:
                 if idle is not None:
                     self._let_go(idle)
             for _, entry in found:
-                with entry.lock:
-                    pass
+                if entry.lock.acquire(timeout=_ANSWER_SECONDS):
+                    entry.lock.release()
         if idle is not None:
             idle.stop()
 
@@ -155,9 +157,10 @@ class Publisher:
             return server is self._server
 
     def _let_go(self, server: SocketServer) -> None:
-        """Make room for the next server before anybody can ask for one; this one ends by itself, or is told to."""
+        """Make room for the next server before anybody can ask for one, and have this one end, whoever waits for that."""
         self._server = None
         server.hide()
+        server.wake()
 
     def _collected(self, _: object) -> None:
         # Runs wherever the collector does, perhaps while this thread holds the lock: the server shall see to it.

@@ -62,8 +62,8 @@ class RoomMaker:
         moves = self._clear_unused(need.total - coming)
         coming += len(moves)
         waiting = any(move.evicts for move in moves_under_way)
-        if device.free + coming >= need.total and (moves or waiting):
-            return moves, False  # unused blocks suffice, the usual case: no need to look at those of sequences
+        if device.free + coming >= need.total:  # the usual case: no need to look at what sequences hold
+            return moves, not (moves or waiting)
         running = places.active()
         active = places.active(tables)
 
@@ -109,8 +109,8 @@ class RoomMaker:
             tables: whose blocks stay.
             wanted: device slots.
         """
-        places, device = self._places, self._places.pools[Tier.DEVICE]
-        coming = sum(move.evicts and move.wire.source is Tier.DEVICE for move in places.moves)
+        places, device, top = self._places, self._places.pools[Tier.DEVICE], Tier.DEVICE
+        coming = sum(1 for move in places.moves if move.evicts and move.wire.source is top)
         moves = self._clear_unused(wanted - coming)
         coming += len(moves)
         if not idle or device.free + coming >= wanted:

@@ -245,6 +245,7 @@ class Simulation:
             How many of them to take in one jump, and over how many of those blocks come up.
         """
         rows = [row for row in self._batch.rows if row.cold]
+        rows.sort(key=lambda row: all(block.arriving for block in row.cold))  # those that wait first: sooner found
         tables = [row.table for row in rows]
         waiting = {block for row in rows for block in row.cold if not block.arriving}
         if Tier.HOST not in self._setup.promoted:

@@ -3,8 +3,8 @@
 Sessions    made-up sessions of several turns, in a closed loop: the next turn comes some time after the last answer
 TraceTurns  a trace: each request comes at its time, but never before the answer that it continues
 
-Nothing is kept of sessions that ended. A name stands for all tokens up to the end of a block, as ``tierkv.keys`` makes
-them from token ids; there are no token ids here, so names are made from what is known instead: which tokens are whose.
+A name stands for all tokens up to the end of a block, as keys do. There are no token ids here, so names are made from
+what is known instead: which tokens are whose.
 """
 
 import hashlib
@@ -18,8 +18,7 @@ from typing import Final, overload
 
 from tierkv.traces import BLOCK_TOKENS, Request, Workload
 
-_COMMON: Final = 0
-"""The number of the session that all begin like."""
+_COMMON: Final = 0  # the number of what all sessions begin with
 
 
 @dataclass(slots=True, eq=False)

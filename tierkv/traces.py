@@ -88,7 +88,7 @@ def read_csv_trace(path: str | Path) -> Iterator[Request]:
     """
     last = 0.0
     with Path(path).open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-        rows = csv.reader(file, strict=True)
+        rows = csv.reader(file, skipinitialspace=True, strict=True)
         try:
             _check_header(next(filter(None, rows), []))
             for request in map(_csv_request, filter(None, rows)):

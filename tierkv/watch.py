@@ -193,7 +193,7 @@ def rates_between(before: Sequence[ProcessSnapshot], after: Sequence[ProcessSnap
 def _try(path: Path) -> ProcessSnapshot | str | None:
     """Return a snapshot, why there is none, or None where the process has just ended."""
     try:
-        return read_snapshot(path)
+        return read_snapshot(path, WAIT_SECONDS)
     except WatchError as error:
         return str(error)
     except ConnectionRefusedError:

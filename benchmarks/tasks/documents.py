@@ -6,7 +6,7 @@ multi-turn benchmarks; for ``system_prompt`` the shared-prefix setting of SGLang
 """
 
 import random
-from functools import cache
+from functools import lru_cache
 from itertools import accumulate
 from typing import Final
 
@@ -79,7 +79,7 @@ def _others(draw: random.Random, without: int, size: int, words: int) -> list[li
     return found
 
 
-@cache
+@lru_cache(maxsize=2)  # every size has all of the text
 def _excerpts(size: int) -> tuple[tuple[int, tuple[str, ...]], ...]:
     """Return all sections in parts of whole paragraphs that have about so many words, each with its section's number."""
     found = []

@@ -44,7 +44,7 @@ _ALL: Final = (
         name="variable_tracking",
         title="RULER-style: every variable of a chain of assignments",
         kind="aggregation",
-        max_new_tokens=64,
+        max_new_tokens=96,
         write=aggregation.variable_tracking,
     ),
     Task(
@@ -73,7 +73,7 @@ _ALL: Final = (
         name="kv_retrieval",
         title="the value of one key in a JSON object of UUIDs",
         kind="retrieval",
-        max_new_tokens=64,
+        max_new_tokens=96,
         write=retrieval.kv_retrieval,
         least=1,
     ),
@@ -108,9 +108,10 @@ TASKS: Final[Mapping[str, Task]] = MappingProxyType({task.name: task for task in
 def make_samples(task: str, tokenizer: Any, length: int, count: int, seed: int) -> list[Sample]:
     """Make the samples of a task, each as near to a length as its filler allows and never longer.
 
-    The same arguments make the same samples, in any process. At another length a sample asks the same thing of more or less
-    text (``system_prompt`` excepted, which has more facts in longer ones), and ``count`` matters to the depth of ``needle`` only.
-    The documentation that fills most of them is that of the Python at hand.
+    The same arguments make the same samples, in any process. At another length a sample asks the same of more or less text;
+    with another ``count`` the samples that both have are the same. Exceptions: ``needle`` spreads its depths over ``count``,
+    ``system_prompt`` has more facts in a longer text, and its filler is what fits all samples. The documentation that fills
+    most tasks is that of the Python at hand.
 
     Args:
         task: a name of ``TASKS``.

@@ -72,15 +72,15 @@ def kv_retrieval(ask: Ask, pairs: int) -> Draft:
     """Write a JSON object of random UUIDs, and ask for the value of one key at a random depth (Liu et al.)."""
     draw = ask.draw()
     where = draw.random()
-    every = uuids(draw, 2 * pairs)
-    entries = dict(zip(every[::2], every[1::2], strict=True))
+    key, value, *others = uuids(draw, 2 * pairs)
+    every = list(zip(others[::2], others[1::2], strict=True))
     at = min(int(where * pairs), pairs - 1)
-    key = every[2 * at]
+    every.insert(at, (key, value))
     begin = "This JSON object maps keys to values."
     end = f'What is the value of the key "{key}" in this JSON object? Answer with the value only.'
-    text = json.dumps(entries, indent=0)
+    text = json.dumps(dict(every), indent=0)
     depth = at / (pairs - 1) if pairs > 1 else 0.5
-    return Draft(prompt=f"{begin}\n\n{text}\n\n{end}", answers=(entries[key],), depth=depth)
+    return Draft(prompt=f"{begin}\n\n{text}\n\n{end}", answers=(value,), depth=depth)
 
 
 def _depths(draw: random.Random, count: int) -> list[float]:

@@ -10,7 +10,7 @@ import typer
 from tierkv.cli import options
 from tierkv.cli.bench import DTYPES
 from tierkv.cli.bench_longcontext_show import Watch, finish_the_row, show_result
-from tierkv.cli.console import BadInput, Failed, print_json, reserve_stdout
+from tierkv.cli.console import BadInput, Failed, check_savable, print_json, reserve_stdout, save_json
 from tierkv.cli.process import nothing_to_clean_up
 from tierkv.cli.progress import Progress
 from tierkv.config import load_config
@@ -37,7 +37,7 @@ QUICK: Final[dict[str, Any]] = {
     "tasks": "needle,passkey,variable_tracking",
     "caches": "dynamic,static,tierkv",
     "samples": 2,
-    "max_new_tokens": 12,
+    "max_new_tokens": 24,
 }
 
 EPILOG = """[bold]Examples[/bold]
@@ -118,8 +118,11 @@ def longcontext(
     options.one_of(dtype, DTYPES, "--dtype")
     settings = _settings(model, dtype, seed, chosen)
     folder = _folder(out)
+    check_savable(trace, "--trace")
+    if trace is not None and not any(map(_is_tiered, settings.caches)):
+        raise BadInput("--trace shows a token of tierkv: add tierkv to --caches, or leave it out")
     with reserve_stdout(as_json):
-        result, rows = _run(settings, folder, resume=resume)
+        result, rows = _run(settings, folder, trace, resume=resume)
     if as_json:
         print_json(result)
     else:
@@ -157,6 +160,12 @@ def _settings(model: str, dtype: str, seed: int, chosen: dict[str, Any]) -> "Set
     )
 
 
+def _is_tiered(cache: str) -> bool:
+    from tierkv.benchmarks.longcontext_settings import is_tiered
+
+    return is_tiered(cache)
+
+
 def _known(name: str, legal: Any, option: str, more: str) -> None:
     if name in legal:
         return
@@ -190,7 +199,9 @@ def _folder(name: str) -> Path:
     return folder
 
 
-def _run(settings: "Settings", folder: Path, *, resume: bool) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def _run(
+    settings: "Settings", folder: Path, trace: str | None, *, resume: bool
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     progress = Progress()
     with nothing_to_clean_up():
         from tierkv.benchmarks.longcontext import Session
@@ -219,12 +230,17 @@ def _run(settings: "Settings", folder: Path, *, resume: bool) -> tuple[dict[str,
             "samples": settings.samples,
             "seed": settings.seed,
             **_about(session, settings),
+            "trace": None if trace is None or session.trace is None else trace,
             "report": str(folder / "report.html"),
             "seconds": {**progress.seconds, "run": watch.seconds},
             "command": options.command_line(),
         }
         write_csv(folder / "results.csv", rows)
-        make_page(result, rows).write(folder / "report.html")
+        make_page(result, rows, session.trace).write(folder / "report.html")
+        if trace is not None and session.trace is not None:
+            save_json(trace, session.trace)
+        elif trace is not None:
+            watch.say("no trace was taken: a token of tierkv can be traced on a CPU, at the end of the longest length")
     return result, rows
 
 

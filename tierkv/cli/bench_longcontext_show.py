@@ -35,6 +35,7 @@ class Watch:
         self._left = sum(map(self._weight, session.missing))
         self._spent: dict[str, tuple[float, float]] = {}  # per cache: weight that is done, and seconds
         self._last = self._began
+        self._said: set[str] = set()
         self._part: tuple[str, int, int] | None = None
         self._part_began = self._began
         self._bars = Progress(
@@ -64,7 +65,8 @@ class Watch:
         if self._bars is not None and self._task is not None:
             self._bars.advance(self._task, weight)
         self._update(f"{row['cache']}, {format_tokens(row['length'])} tokens, {row['task']} {row['sample'] + 1}")
-        if row["error"]:
+        if row["error"] and row["error"] not in self._said:
+            self._said.add(row["error"])
             self.say(f"{row['cache']}, {row['task']} at {row['length']:,} tokens: {row['error']}")
 
     def say(self, text: str) -> None:
@@ -170,11 +172,11 @@ def show_result(result: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     """Print what each cache came to at each length."""
     from rich.table import Table
 
-    from tierkv.benchmarks.longcontext_report import headline
+    from tierkv.benchmarks.longcontext_headline import headline
     from tierkv.benchmarks.longcontext_summary import cells
 
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("tokens", "cache", "score", "agrees", "first token", "tokens/s", "KV in memory", "resident", "errors"):
+    for name in ("tokens", "cache", "score", "agrees", "first", "tokens/s", "KV", "resident", "errors"):
         table.add_column(name, justify="left" if name == "cache" else "right", no_wrap=True)
     kinds: dict[str, Format] = {
         "ttft_seconds": "seconds", "tokens_per_second": "number", "kv_in_memory_bytes": "bytes", "peak_rss_bytes": "bytes",

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tierkv.cli.console import BadInput, Failed, err, print_json, reserve_stdout
+from tierkv.cli.live import live_view
 from tierkv.cli.process import nothing_to_clean_up
 from tierkv.cli.progress import Progress
 from tierkv.cli.prompts import check_length, check_tokens, encode_prompt, read_prompt
@@ -63,6 +64,12 @@ def generate(
     top_k: Annotated[int | None, typer.Option(min=1, help="Sample from so many of the likeliest tokens.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, max=LARGEST_SEED, help="Make sampling repeatable.")] = None,
     stats: Annotated[bool, typer.Option("--stats", help="Print where the KV cache lay to stderr, at the end.")] = False,
+    live: Annotated[
+        bool,
+        typer.Option(
+            "--live", help="On a terminal: show tiers and traffic on stderr meanwhile, and the text at the end."
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of streaming text.")] = False,
 ) -> None:
     """Answer a prompt, streaming the text to stdout.
@@ -73,16 +80,19 @@ def generate(
     sampling = sampling_arguments(temperature, top_p, top_k, seed)
     if raw and system is not None:
         raise BadInput("--raw and --system exclude each other: a system message needs the chat template")
+    live = live and err.is_terminal
     checked = load_config(config)
     text = read_prompt(prompt, prompt_file, stdin)
     with reserve_stdout(as_json):
         result = _run(
             model, text, checked,
             raw=raw, system=system, max_new_tokens=max_new_tokens, dtype=dtype, device=device, sampling=sampling,
-            seed=seed, print_stats=stats, stream=not as_json,
+            seed=seed, print_stats=stats, stream=not (as_json or live), live=live,
         )  # fmt: skip
     if as_json:
         print_json(result)
+    elif live:
+        _write(result["text"] + "\n")
 
 
 def sampling_arguments(
@@ -125,6 +135,7 @@ def _run(
     seed: int | None,
     print_stats: bool,
     stream: bool,
+    live: bool,
 ) -> dict[str, Any]:
     progress = Progress()
     with progress.stage("load", f"loading {source}") as stage:
@@ -151,9 +162,10 @@ def _run(
         inputs = {name: value.to(model.device) for name, value in inputs.items()}
         try:
             # The result holds the cache, which keeps its blocks where they are until the statistics are taken.
-            result: Any = model.generate(
-                **inputs, max_new_tokens=limit, streamer=tokens, return_dict_in_generate=True, **sampling
-            )  # type: ignore[operator]  # torch's Module types its attributes as tensors
+            with live_view(engine, shown=live):
+                result: Any = model.generate(
+                    **inputs, max_new_tokens=limit, streamer=tokens, return_dict_in_generate=True, **sampling
+                )  # type: ignore[operator]  # torch's Module types its attributes as tensors
         except RuntimeError as error:
             if "probability tensor" not in str(error):
                 raise

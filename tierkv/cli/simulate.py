@@ -129,19 +129,19 @@ def _run(jobs: "list[Job]") -> "list[Outcome]":
     """
     from tierkv.simulate_sweep import run_jobs
 
-    progress = Progress()
+    progress, first = Progress(), jobs[0]
     try:
+        source = first.source()
+        if source.next_seconds() is None:
+            raise BadInput(f"{first.trace}: there is no request in it; give a trace with some")
         if len(jobs) > 1:
             with progress.stage("simulate", f"simulating {len(jobs)} points", len(jobs)) as stage:
-                outcomes = run_jobs(jobs, stage.advance)
-        else:
-            with progress.stage("simulate", "simulating", jobs[0].source().expected) as stage:
-                outcomes = [jobs[0].run(stage.advance)]
+                return run_jobs(jobs, stage.advance)
+        with progress.stage("simulate", "simulating", source.expected) as stage:
+            return [first.run(stage.advance)]
     except TraceError as error:
         raise BadInput(str(error)) from None
     except OSError as error:
-        raise BadInput(f"{jobs[0].trace}: {error.strerror}; give a trace that can be read") from None
-    counts = outcomes[0].counts
-    if not counts.requests and not counts.refused:
-        raise BadInput(f"{jobs[0].trace}: there is no request in it; give a trace with some")
-    return outcomes
+        if first.trace is None:
+            raise
+        raise BadInput(f"{first.trace}: {error.strerror}; give a trace that can be read") from None

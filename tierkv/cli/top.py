@@ -51,10 +51,7 @@ def top(
             if given:
                 raise BadInput(f"--prometheus and {name} exclude each other: leave one of them out")
         _serve(prometheus)
-        return
-    if not interval >= 0.1:  # nan is neither more nor less
-        raise BadInput("--interval: nan is not a number of seconds (legal: from 0.1 to 3600)")
-    if as_json:
+    elif as_json:
         with reserve_stdout(as_json):
             result = _as_dict(_look(pid))
         print_json(result)

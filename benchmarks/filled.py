@@ -14,7 +14,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import tierkv
 from tierkv.errors import UnsupportedModel
+from tierkv.integrations.hf_compat import block_layout
 from tierkv.integrations.hf_content import ForwardInputs
+from tierkv.layout import BlockLayout
 
 if TYPE_CHECKING:
     from tierkv.storage.spill import SpillStore
@@ -67,19 +69,40 @@ def smollm2_shapes(dtype: str) -> PreTrainedModel:
 
 
 def synthetic_kv(model: PreTrainedModel, context: int) -> Iterator[Layer]:
-    """Yield random K and V ``[1, kv_heads, context, head_dim]`` of every layer; the same on every call."""
-    config = model.config
+    """Yield random K and V ``[1, kv_heads, context, dim]`` of every tiered layer; the same on every call.
+
+    Raises:
+        UnsupportedModel: its KV cannot be tiered.
+    """
     generator = torch.Generator().manual_seed(context)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    shape = 1, config.num_key_value_heads, context, head_dim
-    for _ in range(config.num_hidden_layers):
-        keys, values = (torch.randn(shape, generator=generator).to(model.dtype) for _ in range(2))
+    for layer in layout_of(model).layers:
+        shapes = ((1, layer.kv_heads, context, dim) for dim in (layer.key_dim, layer.value_dim))
+        keys, values = (torch.randn(shape, generator=generator).to(model.dtype) for shape in shapes)
         yield keys.to(model.device), values.to(model.device)
 
 
+def layout_of(model: PreTrainedModel) -> BlockLayout:
+    """Return the layout of a model's KV.
+
+    Raises:
+        UnsupportedModel: not all of it can be tiered, so that synthetic K and V would not be a whole past.
+    """
+    layout, native = block_layout(model, 32)
+    if native:
+        raise UnsupportedModel(
+            f"{native} layers of this model keep a state of their own besides KV, so no past can be made up for it; give a model "
+            f"with attention in every layer"
+        )
+    return layout
+
+
 def token_bytes(model: PreTrainedModel) -> int:
-    """Return the bytes of K and V of one token."""
-    return sum(keys.nbytes + values.nbytes for keys, values in synthetic_kv(model, 1))
+    """Return the bytes of K and V of one token, all layers.
+
+    Raises:
+        UnsupportedModel: its KV cannot be tiered.
+    """
+    return layout_of(model).token_bytes
 
 
 def twin(model: PreTrainedModel) -> PreTrainedModel:

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from transformers import PreTrainedModel
 
+from tierkv.benchmarks.filled import layout_of
 from tierkv.benchmarks.probe import RESIDENCIES, Decode, Probe
 from tierkv.benchmarks.probe_store import Restore, StoreProbe
 from tierkv.fit import Fit, Point, fit
@@ -88,7 +89,7 @@ def measure(
 
     first = len(plan.fit_contexts) * len(RESIDENCIES), len(plan.fit_prefills), len(plan.fit_restores)
     known: list[Point] = [*decoded[: first[0]], *prefilled[: first[1]], *restored[: first[2]]]
-    fitted = fit(model.config.num_hidden_layers, known)
+    fitted = fit(len(layout_of(model).layers), known)
     labels = [
         *({"kind": "decode", "context": one.context, "residency": one.residency} for one in decodes),
         *({"kind": "prefill", "tokens": tokens, "past": past} for tokens, past in prefills),

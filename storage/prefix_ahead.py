@@ -45,9 +45,10 @@ def reading_ahead(
     stop = threading.Event()
     try:
         if sum(chunk.slot_bytes * chunk.num_slots for chunk in chunks) >= LEAST_BYTES:
-            threading.Thread(
-                target=_read, args=(slabs, chunks, reading, stop), name="tierkv-read-ahead", daemon=True
-            ).start()
+            with suppress(RuntimeError):  # no thread to be had: everything is read all the same
+                threading.Thread(
+                    target=_read, args=(slabs, chunks, reading, stop), name="tierkv-read-ahead", daemon=True
+                ).start()
         yield
     finally:
         stop.set()

@@ -117,7 +117,10 @@ def settings(model, folder, device_blocks, host_blocks, **prefix):
 
 
 def serve(engine, model, plan, seed):
-    """Let an engine serve sessions in turns; return what each request asked for, all of its ids, and prompt lengths."""
+    """Let an engine serve turns of sessions; return of each its prompt's tokens, its answer's, and all ids.
+
+    A turn of 0 tokens asks for the prompt of the one before again.
+    """
     draw = torch.Generator().manual_seed(seed)
     store = engine.stores.prefix
     engine.prefix.rates.loading_pays = lambda num_bytes, tokens: True  # as with a GPU, where nothing is timed
@@ -126,10 +129,14 @@ def serve(engine, model, plan, seed):
     offers.drain = lambda wait_seconds=0.0: drain(5.0)  # the queue is tiny here, and its thread is as fast as it is
     common = torch.randint(3, 97, (1, 70), generator=draw)
     said: dict[int, torch.Tensor] = {}
+    prompts: dict[int, torch.Tensor] = {}
     asked = []
     for session, tokens, answer in plan:
         new = torch.randint(3, 97, (1, tokens), generator=draw)
         ids = torch.cat([said.get(session, common), new], dim=1)
+        if not tokens:
+            ids = prompts[session]
+        prompts[session] = ids
         out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=answer)
         assert out.shape[1] == ids.shape[1] + answer
         assert store.flush(20)
@@ -165,6 +172,14 @@ PLANS = {
     ),
     "longer than memory": (
         sessions(2, 3, 500, 90, 17), {"device_blocks": 22, "host_blocks": 9}, {"write_policy": "always", "eviction": "s3fifo"},
+    ),
+    "whole blocks, asked again": (
+        [(0, 90, 20), (1, 90, 9), (0, 0, 20), (1, 0, 33), (0, 26, 7), (1, 0, 5)],
+        {"device_blocks": 20, "host_blocks": 9}, {"write_policy": "always"},
+    ),
+    "the store keeps what was found": (
+        [(s, 500, 9) for s in range(5)] + [(0, 0, 5)] + [(s, 500, 9) for s in (5, 6, 7)] + [(s, 25, 9) for s in (0, 1, 2)],
+        {"device_blocks": 50, "host_blocks": 20}, {"write_policy": "always"},
     ),
     "the store evicts": (
         sessions(5, 3, 500, 130, 17), {"device_blocks": 60, "host_blocks": 40}, {"write_policy": "always"},
@@ -221,11 +236,16 @@ def test_the_same_decisions_block_by_block(model, tmp_path, name):
     assert outcome.counts.found_tokens[Tier.DEVICE] > 0
     assert min(seen["peak_blocks"]["device"], seen["peak_blocks"]["host"]) > 0
     if name != "sharing":
-        assert outcome.counts.found_tokens[Tier.DISK] == used.restored_tokens > 0
+        assert outcome.counts.found_tokens[Tier.DISK] > 0
+        # Of a prompt that is all known, one token is computed all the same.
+        assert 0 <= used.restored_tokens - outcome.counts.found_tokens[Tier.DISK] <= len(plan)
     if name == "longer than memory":
         assert seen["peak_blocks"]["disk"] > 0
         assert any(event[0] == "complete" and "disk" in event[1] for event in real.events)
-    if name == "the store evicts":
+    if name == "whole blocks, asked again":
+        copies = [e for e in real.events if e[0] == "complete" and e[2] != e[3]]
+        assert copies, "no last block was copied"
+    if name.startswith("the store"):
         assert store.num_evicted > 0
 
 

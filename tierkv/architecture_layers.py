@@ -84,6 +84,7 @@ class Weights:
         dense_bits: bits of a dense parameter as published, or None where they have the dtype of the KV.
         expert_bits: the same for the experts.
         estimated: whether the counts were made from a config's dimensions alone.
+        unknown_quantization: the name of a quantisation whose bits are not known, so that none is counted; else None.
     """
 
     embedding: int = 0
@@ -96,6 +97,7 @@ class Weights:
     dense_bits: float | None = None
     expert_bits: float | None = None
     estimated: bool = True
+    unknown_quantization: str | None = None
 
     @property
     def total(self) -> int:
@@ -122,18 +124,27 @@ class Weights:
         bits = (self.embedding + self.head) * plain + self.dense * (self.dense_bits or plain)
         return round((bits + self.experts * (self.expert_bits or plain)) / 8)
 
+    @property
+    def missed(self) -> float:
+        """Share of the routed experts that one token leaves out; 1 without experts."""
+        return 1 - self.active_of_layer / self.experts_of_layer if self.experts_of_layer else 1.0
+
+    def dense_bytes(self, dtype: str) -> float:
+        """Return the bytes that every forward reads, whichever experts it reaches."""
+        plain = DTYPE_BYTES[dtype] * 8.0
+        return (self.head * plain + self.dense * (self.dense_bits or plain)) / 8
+
+    def expert_bytes(self, dtype: str) -> float:
+        """Return the bytes of all routed experts."""
+        return self.experts * (self.expert_bits or DTYPE_BYTES[dtype] * 8.0) / 8
+
     def read_bytes(self, dtype: str, rows: int = 1) -> int:
         """Return the bytes of the weights that one decoded token of ``rows`` sequences reads.
 
         With experts, each row is routed to its own: how many different ones that makes is taken as if all were
         equally likely.
         """
-        plain = DTYPE_BYTES[dtype] * 8.0
-        bits = self.head * plain + self.dense * (self.dense_bits or plain)
-        if self.experts_of_layer:
-            missed = (1 - self.active_of_layer / self.experts_of_layer) ** rows
-            bits += self.experts * (1 - missed) * (self.expert_bits or plain)
-        return round(bits / 8)
+        return round(self.dense_bytes(dtype) + self.expert_bytes(dtype) * (1 - self.missed**rows))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,11 +267,10 @@ class Architecture:
         """Return the operations of attention between one token and one before it, in the layers without a window."""
         return sum(self._pair() for layer in self.layers if layer.kind != "state" and layer.window is None)
 
-    def window_flops(self) -> int:
-        """Return the operations of one token's attention in the layers with a window, once that is full."""
-        # A chunk is half full on the whole.
-        tokens = [one.window / 2 if one.kind == "chunked" else one.window for one in self.layers if one.window]
-        return round(self._pair() * sum(tokens))
+    def window_pair_flops(self) -> dict[tuple[int, bool], int]:
+        """Return the same for the layers with a window, by its tokens and whether it is a chunk."""
+        found = Counter((layer.window, layer.kind == "chunked") for layer in self.layers if layer.window)
+        return {(window, chunked): count * self._pair() for (window, chunked), count in found.items()}
 
     def _pair(self) -> int:
         return 2 * self.query_heads * (self.query_dim + self.output_dim)

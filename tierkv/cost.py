@@ -19,6 +19,7 @@ Read = Literal["stream", "compute"]
 
 PIECE_BYTES: Final = 1 << 20
 """Bytes of one layer that are copied in one go: a segment's K or V, at most."""
+_TO_DEVICE: Final = Wire(Tier.HOST, Tier.DEVICE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,53 @@ class Line:
     def seconds(self, num_bytes: float, pieces: float = 1) -> float:
         """Return the seconds that so many bytes take in so many pieces."""
         return pieces * self.latency_seconds + num_bytes / self.bytes_per_second if num_bytes else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class WeightReads:
+    """What reading the weights costs apart from the rest of a forward: more tokens reach more of the experts.
+
+    Attributes:
+        launch_seconds: of a forward, whatever it reads and computes.
+        dense_seconds: to read what every token is multiplied with.
+        expert_seconds: to read all routed experts.
+        missed: share of the experts that one token leaves out.
+    """
+
+    launch_seconds: float
+    dense_seconds: float
+    expert_seconds: float = 0.0
+    missed: float = 0.0
+
+    def seconds(self, tokens: int) -> float:
+        """Return the seconds to read what so many tokens of one forward are multiplied with."""
+        return self.dense_seconds + self.expert_seconds * (1 - self.missed**tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class WindowPairs:
+    """What attention costs in a prefill in all layers with one window.
+
+    Attributes:
+        tokens: of the window.
+        pair_seconds: attention of one token to one that it sees, all these layers.
+        chunked: whether windows lie side by side, so that a token sees only its own chunk.
+    """
+
+    tokens: int
+    pair_seconds: float
+    chunked: bool = False
+
+    def pairs(self, tokens: int, past: int) -> float:
+        """Return how many pairs of tokens attend when ``tokens`` are computed behind ``past`` others."""
+        return self._until(past + tokens) - self._until(past)
+
+    def _until(self, tokens: int) -> float:
+        if self.chunked:
+            chunks, rest = divmod(tokens, self.tokens)
+            return chunks * self.tokens**2 / 2 + rest**2 / 2
+        growing = min(tokens, self.tokens)
+        return growing**2 / 2 + (tokens - growing) * self.tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,12 +94,14 @@ class Costs:
         overlap: share of the computing time behind which copies can hide, 0 to 1.
         hop_seconds: per layer, to send a query to the CPU and bring its partial result back.
         token_seconds: prefill, one token through the weights.
-        pair_seconds: prefill, attention of one token to one before it, all layers.
+        pair_seconds: prefill, attention of one token to one before it, all layers without a window of their own below.
         past_pair_seconds: the same where the one before lies in the cache already; None: as ``pair_seconds``.
         restore_seconds: one restore, before its first byte.
         block_seconds: one restored block, besides moving its bytes.
         stored_bytes_per_second: at what rate the prefix store's records come from a disk that has to be read for them;
             None where there is no store.
+        weights: what of ``step_seconds`` reads weights, or None where only their sum was measured.
+        windows: prefill, attention in layers with a window; none where a measured ``token_seconds`` holds them.
     """
 
     step_seconds: float
@@ -66,6 +116,8 @@ class Costs:
     restore_seconds: float = 0.0
     block_seconds: float = 0.0
     stored_bytes_per_second: float | None = None
+    weights: WeightReads | None = None
+    windows: tuple[WindowPairs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,17 +193,27 @@ class CostModel:
                 hidden = max(0.0, hidden - seconds)
         return Estimate(terms)
 
-    def prefill(self, tokens: int, past: int = 0) -> Estimate:
-        """Return the time to compute ``tokens`` behind ``past`` others, and so to the first token of an answer."""
+    def prefill(self, tokens: int, past: int = 0, *, rows: int = 1) -> Estimate:
+        """Return the time to compute ``tokens`` behind ``past`` others, and so to the first token of an answer.
+
+        Args:
+            tokens: of every row.
+            past: of every row, before them.
+            rows: sequences in the one forward.
+        """
         costs = self.costs
         behind = costs.pair_seconds if costs.past_pair_seconds is None else costs.past_pair_seconds
-        return Estimate(
-            {
-                "launches": costs.step_seconds,
-                "weights": tokens * costs.token_seconds,
-                "attention": tokens * (past * behind + tokens / 2 * costs.pair_seconds),
-            }
-        )
+        attention = tokens * (past * behind + tokens / 2 * costs.pair_seconds)
+        attention += sum(one.pair_seconds * one.pairs(tokens, past) for one in costs.windows)
+        arithmetic = rows * tokens * costs.token_seconds
+        if costs.weights is None:
+            terms = {"weights and launches": costs.step_seconds, "arithmetic": arithmetic}
+        else:
+            # Weights are read while others are multiplied: what is longer counts.
+            read = costs.weights.seconds(rows * tokens)
+            terms = {"launches": costs.weights.launch_seconds}
+            terms |= {"reading weights": read} if read > arithmetic else {"arithmetic": arithmetic}
+        return Estimate({**terms, "attention": rows * attention})
 
     def restore(self, tokens: int, source: Tier) -> Estimate:
         """Return the time to bring a prefix of whole blocks to the device.
@@ -169,7 +231,11 @@ class CostModel:
         if source is Tier.DISK:
             if self.costs.stored_bytes_per_second is None:
                 raise ValueError("no prefix store was measured here")
-            terms["reading the disk"] = num_bytes / self.costs.stored_bytes_per_second
+            from_disk = num_bytes / self.costs.stored_bytes_per_second
+            through_host = _TO_DEVICE in self.costs.wires and Wire(Tier.DISK, Tier.DEVICE) not in self.costs.wires
+            last = self._up(Tier.HOST, num_bytes) if through_host else 0.0
+            # One block after another: while one is copied to the device, the next is read.
+            terms |= {"copies from host": last} if last > from_disk else {"reading the disk": from_disk}
         elif source is Tier.HOST:
             terms["copies from host"] = self._up(source, num_bytes)
         return Estimate(terms)

@@ -5,6 +5,7 @@ lies far out (soft L1; scipy's trust region method, Branch, Coleman and Li 1999,
 Decoding, prefill and restores share no parameters but one, so each is fitted by itself.
 """
 
+import importlib.util
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -116,6 +117,16 @@ class Fit:
         return CostModel(costs, self.layers, block_bytes, block_size=1)
 
 
+def check_fitting() -> None:
+    """Find out before minutes of measuring whether anything can be fitted.
+
+    Raises:
+        ConfigError: scipy is not installed.
+    """
+    if importlib.util.find_spec("scipy") is None:
+        raise ConfigError('fitting needs scipy; install the extra with pip install -e ".[tune]"')
+
+
 def fit(layers: int, points: Sequence[Point]) -> Fit:
     """Return the parameters that describe measured points best.
 
@@ -207,10 +218,9 @@ def _solve(
     errors: "Callable[[NDArray[np.float64]], list[float]]", begin: Sequence[float], most: Sequence[float] = ()
 ) -> "NDArray[np.float64]":
     """Return the values, none below 0 and none above its most, whose errors are least."""
-    try:
-        from scipy.optimize import least_squares
-    except ImportError:
-        raise ConfigError("fitting needs scipy; install tierkv-cache[tune]") from None
+    check_fitting()
+    from scipy.optimize import least_squares
+
     limits = (0.0, list(most) or _NO_LIMIT)
     found: Any = least_squares(errors, begin, bounds=limits, x_scale=list(begin), loss="soft_l1", f_scale=0.1)
     values: NDArray[np.float64] = found.x

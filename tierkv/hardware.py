@@ -5,15 +5,17 @@ each can be checked by itself. ``[measured]`` may hold what was measured for one
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final
 
+from tierkv.architecture import canonical_name
 from tierkv.architecture_layers import Architecture
 from tierkv.config_sources import read_file
-from tierkv.cost import Costs, Line
+from tierkv.cost import Costs, Line, WeightReads, WindowPairs
 from tierkv.errors import CapacityError, ConfigError
-from tierkv.hardware_profile import Cable, Device, HardwareProfile, Measured, parse_profile
+from tierkv.hardware_profile import Cable, Device, HardwareProfile, Measured, check_regular, parse_profile
 from tierkv.layout import DTYPE_BYTES
 from tierkv.sizes import format_bytes, show
 from tierkv.tier import Tier, Wire
@@ -23,11 +25,13 @@ __all__ = [
     "RESERVE_PERCENT",
     "HardwareProfile",
     "Measured",
+    "assumed_flops",
     "check_weights_fit",
     "costs",
     "devices_for",
     "figures",
     "find_profile",
+    "same_model",
 ]
 
 _FOLDER: Final = Path(__file__).with_name("profiles")
@@ -50,6 +54,7 @@ def find_profile(name_or_path: str) -> HardwareProfile:
     is_path = name.endswith(".toml") or "/" in name or (bool(name) and Path(name).is_file())
     if not is_path or "\0" in name:
         raise ConfigError(f"unknown profile {show(name)} ({_suggest(name)})")
+    check_regular(Path(name))
     values, origin = read_file(name, {})
     return parse_profile(values, Path(name).stem, origin)
 
@@ -111,17 +116,47 @@ def costs(
     if devices < 1 or rows < 1:
         raise ConfigError(f"{devices} devices and {rows} rows are not possible; both are whole numbers from 1 up")
     measured = profile.measured
-    if measured is not None and devices == 1 and (measured.model, measured.dtype) == (architecture.name, dtype):
-        return measured.costs()
+    if measured is not None and devices == 1 and measured.dtype == dtype and same_model(measured, architecture):
+        return _with_measured(_roofline(profile, architecture, dtype, devices, rows), measured)
     check_weights_fit(profile, architecture, dtype, devices)
+    return _roofline(profile, architecture, dtype, devices, rows)
+
+
+def same_model(measured: Measured, architecture: Architecture) -> bool:
+    """Return whether a model is the one that was measured, under whatever name that goes."""
+    return canonical_name(measured.model) == canonical_name(architecture.name)
+
+
+def _with_measured(peaks: Costs, measured: Measured) -> Costs:
+    """Return what was measured, and for what was not what the machine's figures say."""
+    found = measured.costs()
+    can_attend = Tier.HOST in found.kv_bytes_per_second and "hop_seconds" in measured.model_fields_set
+    return replace(
+        found,
+        row_seconds=found.row_seconds or peaks.row_seconds,
+        kv_bytes_per_second={**peaks.kv_bytes_per_second, **found.kv_bytes_per_second},
+        wires={**peaks.wires, **found.wires},
+        hop_seconds=found.hop_seconds if can_attend else found.hop_seconds or peaks.hop_seconds,
+        stored_bytes_per_second=found.stored_bytes_per_second or peaks.stored_bytes_per_second,
+    )
+
+
+def _roofline(profile: HardwareProfile, architecture: Architecture, dtype: str, devices: int, rows: int) -> Costs:
     device = profile.device
     bandwidth = device.memory_bytes_per_second.value * devices
     flops = _flops(device, dtype) * device.compute_efficiency.value * devices
     weights = architecture.weights
 
+    reads = WeightReads(
+        device.step_seconds.value,
+        weights.dense_bytes(dtype) / bandwidth,
+        weights.expert_bytes(dtype) / bandwidth,
+        weights.missed,
+    )
+
     def forward(count: int) -> float:
         arithmetic = count * 2 * weights.active / flops
-        return max(weights.read_bytes(dtype, count) / bandwidth, arithmetic)
+        return max(reads.seconds(count), arithmetic)
 
     rates = {Tier.DEVICE: bandwidth * device.read_efficiency.value}
     if profile.host is not None and profile.host.read_efficiency is not None:
@@ -135,9 +170,14 @@ def costs(
         wires=wires,
         overlap=device.overlap.value,
         hop_seconds=profile.host.hop_seconds.value if profile.host is not None and profile.host.hop_seconds else 0.0,
-        token_seconds=(2 * weights.prefill + architecture.window_flops()) / flops,
+        token_seconds=2 * weights.prefill / flops,
         pair_seconds=architecture.pair_flops() / flops,
         stored_bytes_per_second=from_disk[0].bytes_per_second if from_disk else None,
+        weights=reads,
+        windows=tuple(
+            WindowPairs(tokens, pair / flops, chunked)
+            for (tokens, chunked), pair in architecture.window_pair_flops().items()
+        ),
     )
 
 
@@ -147,7 +187,18 @@ def _flops(device: Device, dtype: str) -> float:
     if DTYPE_BYTES[dtype] == 2:
         return half
     single = device.float32_flops_per_second.value if device.float32_flops_per_second is not None else half / 2
-    return single * 4 / DTYPE_BYTES[dtype]
+    if DTYPE_BYTES[dtype] == 4:
+        return single
+    return device.float64_flops_per_second.value if device.float64_flops_per_second is not None else single / 2
+
+
+def assumed_flops(profile: HardwareProfile, dtype: str) -> str | None:
+    """Return what is assumed of the arithmetic in a dtype for want of a figure, or None where there is one."""
+    name = f"{dtype}_flops_per_second"
+    if dtype not in ("float32", "float64") or getattr(profile.device, name) is not None:
+        return None
+    wider = "bfloat16" if dtype == "float32" else "float32"
+    return f"{profile.title} has no figure for {dtype} arithmetic; half the rate of {wider} is assumed"
 
 
 def _wires(profile: HardwareProfile, devices: int) -> dict[Wire, Line]:

@@ -9,8 +9,10 @@
 A figure has a unit in its name and a source; a share is between 0 and 1.
 """
 
+import stat
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -20,9 +22,11 @@ from tierkv.errors import ConfigError
 from tierkv.sizes import show
 from tierkv.tier import Tier, Wire
 
-Number = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Share = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
+# Bounds far beyond any machine, within which no sum or quotient of the cost model overflows.
+Seconds = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
+Rate = Annotated[float, Field(ge=1, le=1e18, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=1e-6, le=1, allow_inf_nan=False)]
+Bytes = Annotated[int, Field(ge=1, le=1 << 60)]
 Text = Annotated[str, Field(min_length=1)]
 TierName = Literal["device", "host", "disk"]
 WireName = Literal[
@@ -37,19 +41,19 @@ class _Part(BaseModel):
 class SecondsFigure(_Part):
     """Seconds, and where the number comes from."""
 
-    value: Number
+    value: Seconds
     source: Text
 
 
 class RateFigure(_Part):
     """So many a second, and where the number comes from."""
 
-    value: Positive
+    value: Rate
     source: Text
 
 
 class ShareFigure(_Part):
-    """A share above 0, at most 1, and where the number comes from."""
+    """A share from a millionth to 1, and where the number comes from."""
 
     value: Share
     source: Text
@@ -65,7 +69,7 @@ class OverlapFigure(_Part):
 class BytesFigure(_Part):
     """A whole number of bytes, and where it comes from."""
 
-    value: Annotated[int, Field(ge=1)]
+    value: Bytes
     source: Text
 
 
@@ -77,6 +81,7 @@ class Device(_Part):
         memory_bytes_per_second: peak.
         flops_per_second: dense bfloat16, peak.
         float32_flops_per_second: the same for float32, or None for half as many.
+        float64_flops_per_second: the same for float64, or None for half as many as in float32.
         read_efficiency: share of the memory's peak at which attention reads KV.
         compute_efficiency: share of the arithmetic's peak that a prefill reaches.
         step_seconds: what a forward costs besides reading weights and KV.
@@ -87,6 +92,7 @@ class Device(_Part):
     memory_bytes_per_second: RateFigure
     flops_per_second: RateFigure
     float32_flops_per_second: RateFigure | None = None
+    float64_flops_per_second: RateFigure | None = None
     read_efficiency: ShareFigure
     compute_efficiency: ShareFigure
     step_seconds: SecondsFigure
@@ -134,8 +140,8 @@ class Cable(_Part):
 class MeasuredLine(_Part):
     """The same, as it was measured."""
 
-    latency_seconds: Number
-    bytes_per_second: Positive
+    latency_seconds: Seconds
+    bytes_per_second: Rate
 
 
 class Measured(_Part):
@@ -143,21 +149,21 @@ class Measured(_Part):
 
     model: Text
     dtype: Text
-    layers: Annotated[int, Field(ge=1)]
-    block_bytes: Annotated[int, Field(ge=1)]
-    block_size: Annotated[int, Field(ge=1)] | None = None
-    step_seconds: Number
-    row_seconds: Number = 0.0
-    kv_bytes_per_second: Mapping[TierName, Positive]
+    layers: Annotated[int, Field(ge=1, le=10_000)]
+    block_bytes: Bytes
+    block_size: Annotated[int, Field(ge=1, le=1 << 30)] | None = None
+    step_seconds: Seconds
+    row_seconds: Seconds = 0.0
+    kv_bytes_per_second: Mapping[TierName, Rate]
     wires: Mapping[WireName, MeasuredLine] = {}
     overlap: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 1.0
-    hop_seconds: Number = 0.0
-    token_seconds: Number = 0.0
-    pair_seconds: Number = 0.0
-    past_pair_seconds: Number | None = None
-    restore_seconds: Number = 0.0
-    block_seconds: Number = 0.0
-    stored_bytes_per_second: Positive | None = None
+    hop_seconds: Seconds = 0.0
+    token_seconds: Seconds = 0.0
+    pair_seconds: Seconds = 0.0
+    past_pair_seconds: Seconds | None = None
+    restore_seconds: Seconds = 0.0
+    block_seconds: Seconds = 0.0
+    stored_bytes_per_second: Rate | None = None
 
     @model_validator(mode="after")
     def _has_a_device(self) -> "Measured":
@@ -222,6 +228,20 @@ class HardwareProfile(_Part):
         if missing:
             raise ValueError(f"the section [{missing[0]}] is missing; add it with latency_seconds and bytes_per_second")
         return self
+
+
+def check_regular(path: Path) -> None:
+    """Refuse what is there and no file, such as a named pipe, which would be waited for without end.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    try:
+        mode = path.expanduser().stat().st_mode
+    except (OSError, ValueError, RuntimeError):
+        return  # whoever opens it has a message for that
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise ConfigError(f"{path}: no regular file (it is a pipe or a device); write it to a file and give that")
 
 
 def parse_profile(values: Mapping[str, Any], name: str, origin: str) -> HardwareProfile:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from tierkv.benchmarks.filled import layout_of
 from tierkv.benchmarks.probe import Decode, Probe, Residency
 from tierkv.benchmarks.probe_store import Restore, StoreProbe
 from tierkv.config import FIELDS, CacheConfig
@@ -38,23 +39,28 @@ class Effort:
 
     Attributes:
         contexts: of decoded tokens that the model is fitted to, as shares of the goal's.
-        restores: of restored prefixes, likewise, each with its block size.
+        restores: of restored prefixes, likewise.
+        restored_sizes: blocks that each of them is stored in, as large as the goal allows.
         prefills: forwards, as ``(tokens, past)``, likewise.
         rounds: timed repeats of each point.
         finalists: block sizes that meet on the machine, besides the one that was there.
     """
 
     contexts: tuple[float, ...]
-    restores: tuple[tuple[float, int], ...]
+    restores: tuple[float, ...]
+    restored_sizes: tuple[int, ...]
     prefills: tuple[tuple[float, float], ...]
     rounds: int
     finalists: int
 
 
-QUICK: Final = Effort((0.15, 1.0), ((0.25, 32), (1.0, 32), (1.0, 128)), ((0.03, 0), (0.2, 0), (0.1, 0.2)), 5, 2)
+QUICK: Final = Effort(
+    contexts=(0.15, 1.0), restores=(0.25, 1.0), restored_sizes=(32, 128), prefills=((0.03, 0), (0.2, 0), (0.1, 0.2)),
+    rounds=5, finalists=2,
+)  # fmt: skip
 FULL: Final = Effort(
-    (0.1, 0.4, 1.0), ((0.25, 32), (0.5, 32), (1.0, 32), (0.5, 128), (1.0, 128)),
-    ((0.03, 0), (0.1, 0), (0.4, 0), (0.1, 0.4)), 9, 3,
+    contexts=(0.1, 0.4, 1.0), restores=(0.25, 0.5, 1.0), restored_sizes=(32, 128),
+    prefills=((0.03, 0), (0.1, 0), (0.4, 0), (0.1, 0.4)), rounds=9, finalists=3,
 )  # fmt: skip
 
 
@@ -125,7 +131,7 @@ class Tuner:
         self.chosen: dict[str, Any] = {key: start.value(key) for key in CONTESTED}
         self.reasons = Reasons(model, goal.context, goal.sessions)
         self.contests: list[dict[str, Any]] = []
-        self._layers = model.config.num_hidden_layers
+        self._layers = len(layout_of(model).layers)
         self._probe = probe or Probe(model, folder, quick_quartile)
         self._store = store or StoreProbe(model, folder, quick_quartile)
         self._contests = Contests(self._probe, self._store, goal.context, effort.rounds)
@@ -179,16 +185,17 @@ class Tuner:
             Decode(round(share * context), where, settings) for share in effort.contexts for where in residencies
         ]
         # Records of two sizes, so that what a record costs and what its bytes cost can be told apart.
-        other = self._largest_block() if settings["block_size"] != self._largest_block() else BLOCK_SIZES[0]
+        largest = self._largest_block()
+        other = next(size for size in (largest, *BLOCK_SIZES) if size != settings["block_size"])
         decodes += [
             Decode(round(share * context), "disk", {**settings, "block_size": other}) for share in effort.contexts[-2:]
         ]
         prefills = [(max(1, round(tokens * context)), round(past * context)) for tokens, past in effort.prefills]
-        sizes = {min(size, self._largest_block()) for _, size in effort.restores}
+        sizes = sorted({min(size, largest) for size in effort.restored_sizes})
         restores = [
             Restore(round(share * context), {**settings, "block_size": size})
-            for share in sorted({share for share, _ in effort.restores})
-            for size in sorted(sizes)
+            for share in effort.restores
+            for size in sizes
         ]
         points: list[Point] = [*self._probe.decode(decodes, effort.rounds)]
         if not any(point.kv_bytes.get(Tier.DISK) for point in points if isinstance(point, DecodePoint)):

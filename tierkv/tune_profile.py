@@ -15,11 +15,13 @@ import torch
 
 from tierkv.benchmarks.machine import description, memory_read_bytes_per_second
 from tierkv.fit import Fit
-from tierkv.layout import DTYPE_BYTES
 from tierkv.tier import Tier, Wire
 
 _MATRIX: Final = 1024
 _COPY_BYTES: Final = 256 * 2**20
+
+Figures = Mapping[str, tuple[float, str]]
+"""Values by key, each with where it comes from."""
 
 
 @dataclass(frozen=True)
@@ -51,51 +53,53 @@ def profile_toml(model: Any, fitted: Fit, subject: Subject) -> str:
         fitted: the parameters of this machine and model.
         subject: what else is known.
     """
-    device, dtype = model.device, str(model.dtype).removeprefix("torch.")
-    on_gpu = device.type == "cuda"
+    dtype = str(model.dtype).removeprefix("torch.")
     said = description()
     name = said["accelerator"] or said["processor"] or "this machine"
     today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
     source = f"measured on {today} with {subject.model} in {dtype}"
-    costs = fitted.costs
-    memory = torch.cuda.mem_get_info(device)[1] if on_gpu else psutil.virtual_memory().total
-    bandwidth = _device_read(device) if on_gpu else memory_read_bytes_per_second(2**28)
-    flops = _flops(device, model.dtype)
-    weight_seconds = subject.parameters * DTYPE_BYTES[dtype] / bandwidth
-    reached = 2 * subject.parameters / costs.token_seconds / flops if costs.token_seconds else 0.5
-    disk = psutil.disk_usage(str(subject.disk)).total
-    spill = costs.wires.get(Wire(Tier.DISK, Tier.DEVICE))
     lines = [
         f"# {name}: written by tierkv tune, for --profile of tierkv plan and tierkv simulate.",
         f"name = {json.dumps(_slug(name))}",
         f"title = {json.dumps(f'{name}, {os.cpu_count()} cores')}",
         "",
+        *_section("device", _device(model, fitted, subject, source)),
         *_section(
-            "device",
-            {
-                "memory_bytes": (memory, "what the system says"),
-                "memory_bytes_per_second": (bandwidth, f"a plain read, {source}"),
-                "flops_per_second": (
-                    flops * DTYPE_BYTES[dtype] / 2,
-                    f"a matrix product in {dtype}, counted as 16 bits, {source}",
-                ),
-                "read_efficiency": (
-                    min(1.0, costs.kv_bytes_per_second[Tier.DEVICE] / bandwidth),
-                    f"attention, {source}",
-                ),
-                "compute_efficiency": (min(1.0, reached), f"prefill, {source}"),
-                "step_seconds": (
-                    max(0.0, costs.step_seconds - weight_seconds),
-                    f"a token without KV, less its weights, {source}",
-                ),
-                "overlap": (costs.overlap, f"fitted, {source}"),
-            },
+            "disk", {"capacity_bytes": (psutil.disk_usage(str(subject.disk)).total, "what the file system says")}
         ),
-        *_section("disk", {"capacity_bytes": (disk, "what the file system says")}),
+        *_wires(model.device, fitted, subject, source),
+        *_measured(fitted, subject, dtype),
     ]
-    stored, written = costs.stored_bytes_per_second or 0.0, subject.write_bytes_per_second
-    middle = "host" if on_gpu else "device"
-    if on_gpu:
+    return "\n".join(lines) + "\n"
+
+
+def _device(model: Any, fitted: Fit, subject: Subject, source: str) -> Figures:
+    device, costs = model.device, fitted.costs
+    on_gpu = device.type == "cuda"
+    memory = torch.cuda.mem_get_info(device)[1] if on_gpu else psutil.virtual_memory().total
+    bandwidth = _device_read(device) if on_gpu else memory_read_bytes_per_second(2**28)
+    flops = {dtype: _flops(device, dtype) for dtype in (torch.bfloat16, torch.float32, model.dtype)}
+    weight_seconds = subject.parameters * model.dtype.itemsize / bandwidth
+    reached = 2 * subject.parameters / costs.token_seconds / flops[model.dtype] if costs.token_seconds else 0.5
+    reads = costs.kv_bytes_per_second[Tier.DEVICE] / bandwidth
+    return {
+        "memory_bytes": (memory, "what the system says"),
+        "memory_bytes_per_second": (bandwidth, f"a plain read, {source}"),
+        "flops_per_second": (flops[torch.bfloat16], f"a matrix product in bfloat16, {source}"),
+        "float32_flops_per_second": (flops[torch.float32], f"a matrix product in float32, {source}"),
+        "read_efficiency": (min(1.0, reads), f"attention, {source}"),
+        "compute_efficiency": (min(1.0, reached), f"prefill, {source}"),
+        "step_seconds": (
+            max(0.0, costs.step_seconds - weight_seconds),
+            f"a token without KV, less its weights, {source}",
+        ),
+        "overlap": (costs.overlap, f"fitted, {source}"),
+    }
+
+
+def _wires(device: torch.device, fitted: Fit, subject: Subject, source: str) -> list[str]:
+    costs, lines = fitted.costs, []
+    if device.type == "cuda":
         up, down = _copies(device)
         host = {
             "memory_bytes": (psutil.virtual_memory().total, "what the system says"),
@@ -104,12 +108,18 @@ def profile_toml(model: Any, fitted: Fit, subject: Subject) -> str:
         lines += _section("host", host)
         lines += _cable("host_to_device", 0.0, up, f"pinned copies, {source}")
         lines += _cable("device_to_host", 0.0, down, f"pinned copies, {source}")
-    latency = spill.latency_seconds if spill else 0.0
-    lines += _cable(
-        f"disk_to_{middle}", latency, stored or written, f"records of a slice; prefix store, page cache empty, {source}"
-    )
-    lines += _cable(f"{middle}_to_disk", 0.0, written, f"prefix store, written for good, {source}")
-    lines += ["[measured]", f"model = {json.dumps(subject.model)}", f'dtype = "{dtype}"']
+    middle = "host" if lines else "device"
+    spill = costs.wires.get(Wire(Tier.DISK, Tier.DEVICE))
+    read = costs.stored_bytes_per_second or subject.write_bytes_per_second
+    why = f"records of a slice; prefix store, page cache empty, {source}"
+    lines += _cable(f"disk_to_{middle}", spill.latency_seconds if spill else 0.0, read, why)
+    written = f"prefix store, written for good, {source}"
+    return [*lines, *_cable(f"{middle}_to_disk", 0.0, subject.write_bytes_per_second, written)]
+
+
+def _measured(fitted: Fit, subject: Subject, dtype: str) -> list[str]:
+    costs = fitted.costs
+    lines = ["[measured]", f"model = {json.dumps(subject.model)}", f'dtype = "{dtype}"']
     numbers: Mapping[str, Any] = {
         "layers": fitted.layers, "block_bytes": subject.block_bytes, "block_size": subject.block_size,
         **{name: getattr(costs, name) for name in _NUMBERS},
@@ -120,7 +130,7 @@ def profile_toml(model: Any, fitted: Fit, subject: Subject) -> str:
     for wire, line in costs.wires.items():
         lines += ["", f"[measured.wires.{wire.label}]", f"latency_seconds = {line.latency_seconds!r}"]
         lines += [f"bytes_per_second = {line.bytes_per_second!r}"]
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 _NUMBERS: Final = (
@@ -129,7 +139,7 @@ _NUMBERS: Final = (
 )  # fmt: skip
 
 
-def _section(name: str, figures: Mapping[str, tuple[float, str]]) -> list[str]:
+def _section(name: str, figures: Figures) -> list[str]:
     lines = [f"[{name}]"]
     lines += [f"{key} = {{ value = {value!r}, source = {json.dumps(text)} }}" for key, (value, text) in figures.items()]
     return [*lines, ""]

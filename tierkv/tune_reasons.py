@@ -157,10 +157,14 @@ class Reasons:
         )
         size = int(values["block_size"])
         least = self._break_even(fitted, size)
-        self.note(
-            "prefix.min_tokens",
-            f"from {least:,} tokens on a restore takes less time than computing them, by the model of this machine.",
-        )
+        if least is None:
+            least = self._context
+            why = f"up to {least:,} tokens a restore never takes less time than computing them, by the model of this machine."
+        else:
+            why = (
+                f"from {least:,} tokens on a restore takes less time than computing them, by the model of this machine."
+            )
+        self.note("prefix.min_tokens", why)
         return {"prefix.eviction": policy, "prefix.min_tokens": least}
 
     def budgets(self, start: CacheConfig, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -190,25 +194,28 @@ class Reasons:
         left -= host
         room = free_disk(start.disk.path.expanduser()) or 0
         # Live blocks get one half where prefixes are persisted; records have headers and pages of their own.
-        disk = min(max(2 * left + left // 4, start.disk.capacity.resolve(room)), round(room * _DISK_SHARE))
-        self.note(
-            "disk.capacity",
-            f"{format_bytes(left) if left else 'no KV of the goal'} has to lie on disk; prefixes take what else there is. "
-            f"{format_bytes(room)} is free.",
-        )
+        wanted, most = 2 * left + left // 4, round(room * _DISK_SHARE)
+        disk = min(max(wanted, start.disk.capacity.resolve(room)), most)
+        if wanted > most:
+            why = f"{format_bytes(left)} of the goal's KV has to lie on disk, which may not fit: that takes {format_bytes(wanted)}"
+        elif left:
+            why = f"{format_bytes(left)} of the goal's KV has to lie on disk, and prefixes may have as much"
+        else:
+            why = "no KV of the goal has to lie on disk, so it is for prefixes"
+        self.note("disk.capacity", f"{why}; {format_bytes(room)} is free, of which {_DISK_SHARE:.0%} may be taken.")
         sizes = {"device.capacity": device, "host.capacity": host, "disk.capacity": disk}
         return {key: Size(value // _MIB * _MIB) for key, value in sizes.items()}
 
     # -- internals ------------------------------------------------------------------------------------------------
 
-    def _break_even(self, fitted: Fit, block_size: int) -> int:
-        """Return the fewest tokens, whole blocks, that are sooner restored than computed; the context if none are."""
+    def _break_even(self, fitted: Fit, block_size: int) -> int | None:
+        """Return the fewest tokens, whole blocks, that are sooner restored than computed; None if none of the goal's are."""
         block_bytes = block_size * self._token_bytes
         for blocks in range(1, max(2, self._context // block_size)):
             restore = fitted.seconds(RestorePoint(blocks, block_bytes, fitted.raw_bytes_per_second, 0.0))
             if restore < fitted.seconds(PrefillPoint(blocks * block_size, 0, 0.0)):
                 return blocks * block_size
-        return self._context
+        return None
 
 
 @cache

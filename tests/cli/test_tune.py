@@ -62,7 +62,7 @@ def test_it_measures_chooses_and_writes(cli, tiny, tuned):
 
 
 def test_without_a_file_the_configuration_goes_to_standard_output(cli, tiny, tmp_path, monkeypatch):
-    effort = tune.Effort((0.4, 1.0), ((0.5, 32), (1.0, 32)), ((0.05, 0), (0.1, 0), (0.05, 0.1)), 2, 1)
+    effort = tune.Effort((0.4, 1.0), (0.5, 1.0), (32,), ((0.05, 0), (0.1, 0), (0.05, 0.1)), rounds=2, finalists=1)
     monkeypatch.setattr(tune, "QUICK", effort)
     done = cli("tune", "--quick", "--model", tiny, "--context", 2048, "--disk-path", tmp_path)
     assert done.exit_code == 0, done.output

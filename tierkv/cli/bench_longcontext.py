@@ -36,7 +36,7 @@ QUICK: Final[dict[str, Any]] = {
     "lengths": "256,512,1k",
     "tasks": "needle,passkey,variable_tracking",
     "caches": "dynamic,static,tierkv",
-    "samples": 2,
+    "samples": 1,
     "max_new_tokens": 24,
 }
 

@@ -9,6 +9,7 @@ from tierkv.cli.bench import DTYPES
 from tierkv.cli.console import BadInput, check_savable, out, print_json, reserve_stdout, save_json
 from tierkv.cli.process import nothing_to_clean_up
 from tierkv.cli.progress import Progress
+from tierkv.fit import check_fitting
 from tierkv.sizes import format_bytes, free_memory
 
 SHAPES = "smollm2-shapes"
@@ -46,6 +47,7 @@ def predict(
     memory. The errors are those of points that were not fitted. Some minutes on two cores.
     """
     options.one_of(dtype, DTYPES, "--dtype")
+    check_fitting()
     check_savable(save, "--save")
     with reserve_stdout(as_json):
         result = _run(model, dtype, block_size, rounds, disk_path)

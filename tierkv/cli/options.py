@@ -1,5 +1,6 @@
 """Reading options: lists, sizes and folders as people write them, with one line for what cannot be read."""
 
+import shlex
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,7 @@ from tierkv.sizes import parse_size
 
 def command_line() -> str:
     """Return the command that runs, for a record."""
-    return " ".join(["tierkv", *sys.argv[1:]])
+    return shlex.join(["tierkv", *sys.argv[1:]])
 
 
 def parts(text: str) -> list[str]:
@@ -50,7 +51,7 @@ def tokens(text: str, option: str) -> int:
     Raises:
         BadInput: it is none.
     """
-    if not (text.isascii() and text.isdecimal()) or not 1 <= int(text) <= 1_000_000:
+    if not (text.isascii() and text.isdecimal() and len(text) <= 7) or not 1 <= int(text) <= 1_000_000:
         raise BadInput(f"{option}: {text!r} is not a number of tokens (legal: whole numbers from 1 to 1,000,000)")
     return int(text)
 
@@ -71,8 +72,8 @@ def size_bytes(text: str, option: str) -> int:
 
 
 @contextmanager
-def scratch_folder(parent: str | None) -> Iterator[Path]:
-    """Give a folder for disk tiers, gone afterwards.
+def scratch_folder(parent: str | None, option: str = "--disk-path") -> Iterator[Path]:
+    """Give a folder for disk tiers, gone afterwards; ``option`` is where its parent was named.
 
     Raises:
         BadInput: it cannot be made.
@@ -82,6 +83,6 @@ def scratch_folder(parent: str | None) -> Iterator[Path]:
             Path(parent).mkdir(parents=True, exist_ok=True)
         folder = tempfile.TemporaryDirectory(prefix="tierkv-bench-", dir=parent)
     except OSError as error:
-        raise BadInput(f"--disk-path {parent}: {error.strerror}; give a folder that can be written to") from None
+        raise BadInput(f"{option} {parent}: {error.strerror}; give a folder that can be written to") from None
     with folder as name:
         yield Path(name)

@@ -12,12 +12,15 @@ from tierkv.cli.process import nothing_to_clean_up
 from tierkv.cli.progress import Progress
 from tierkv.config import CacheConfig, load_config
 from tierkv.config_toml import as_toml
+from tierkv.errors import TierKVError
+from tierkv.fit import check_fitting
 from tierkv.page import Page
 from tierkv.sizes import format_bytes, free_memory, show
 
 if TYPE_CHECKING:
     from tierkv.tune import Tuned, Tuner
 
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUICK_CONTEXT = 3072
 FULL_CONTEXT = 8192
 LEAST_CONTEXT = 512
@@ -86,6 +89,9 @@ def tune(
     on the machine, and another value is chosen only where it is clearly better. Nothing of the model's own text is used or kept:
     K and V are synthetic.
     """
+    options.one_of(dtype, DTYPES, "--dtype")
+    _check_targets({"--out": target, "--profile-out": profile, "--report": report})
+    check_fitting()
     check_savable(target, "--out")
     check_savable(profile, "--profile-out")
     if report is not None:
@@ -95,7 +101,16 @@ def tune(
         start = start.replace({"disk.path": disk_path}, "--disk-path")
     with reserve_stdout(as_json or target is None):
         result, text, machine_text = _run(
-            model, start, context, sessions, dtype, device, quick=quick, verify=verify, report=report
+            model,
+            start,
+            context,
+            sessions,
+            dtype,
+            device,
+            quick=quick,
+            verify=verify,
+            report=report,
+            disk_option="disk.path" if disk_path is None else "--disk-path",
         )
     if target is not None:
         save_text(target, text)
@@ -120,6 +135,7 @@ def _run(
     quick: bool,
     verify: bool,
     report: str | None,
+    disk_option: str,
 ) -> tuple[dict[str, Any], str, str]:
     progress = Progress()
     with progress.stage("load", f"loading {source}") as stage:
@@ -127,12 +143,11 @@ def _run(
             from tierkv import tune as tuning
             from tierkv import tune_profile
             from tierkv.benchmarks import filled, machine
-            from tierkv.benchmarks.predict import describe
             from tierkv.integrations.hf_load import load_model
         model, _ = load_model(source, dtype, progress=stage.say, device=device)
     goal = tuning.Goal(_context(model, context, quick=quick), sessions)
     _check_memory(goal.context * filled.token_bytes(model), model)
-    with options.scratch_folder(str(start.disk.path.expanduser())) as folder:
+    with options.scratch_folder(str(start.disk.path.expanduser()), disk_option) as folder:
         with progress.stage("tune", "measuring and choosing", tuning.Tuner.steps) as stage:
             tuner = tuning.Tuner(model, start, goal, tuning.QUICK if quick else tuning.FULL, folder, stage.say)
             tuned = tuner.run(stage.advance)
@@ -143,19 +158,12 @@ def _run(
         file_system = machine.file_system(folder)
         size = int(tuned.config.block_size)
         subject = tune_profile.Subject(
-            "SmolLM2-135M" if source == "smollm2" else source, size, size * filled.token_bytes(model),
+            _name(source), size, size * filled.token_bytes(model),
             sum(one.numel() for one in model.parameters()), tuned.write_bytes_per_second, folder,
         )  # fmt: skip
         profile = tune_profile.profile_toml(model, tuned.fit, subject)
     result = {
-        "config": {key: _plain(tuned.config.value(key)) for key in tuned.reasons},
-        "reasons": tuned.reasons,
-        "predicted": _predicted(tuner, tuned),
-        "verified": rows,
-        "contests": tuned.contests,
-        "costs": describe(tuned.fit),
-        "fit_errors": {kind: {"median": one.median, "worst": one.worst} for kind, one in tuned.fit.errors.items()},
-        "raw_read_bytes_per_second": round(tuned.fit.raw_bytes_per_second),
+        **_found(tuner, tuned, rows),
         "goal": {"context": goal.context, "sessions": goal.sessions},
         "model": source,
         "dtype": str(model.dtype).removeprefix("torch."),
@@ -168,10 +176,45 @@ def _run(
     if report is not None:
         from tierkv.cli.tune_report import write_report
 
-        write_report(
-            report, result, tuned.fit, filled.token_bytes(model), datetime.datetime.now(tz=datetime.UTC).date()
-        )
+        today = datetime.datetime.now(tz=datetime.UTC).date()
+        write_report(report, result, tuned.fit, filled.token_bytes(model), today)
     return result, as_toml(tuned.config, tuned.reasons), profile
+
+
+def _found(tuner: "Tuner", tuned: "Tuned", rows: list[dict[str, Any]] | None) -> dict[str, Any]:
+    from tierkv.benchmarks.predict import describe
+
+    predicted = {
+        name: {what: round(seconds, 6) for what, seconds in some.items()}
+        for name, some in tuner.predicted(tuned).items()
+    }
+    return {
+        "config": {key: _plain(tuned.config.value(key)) for key in tuned.reasons},
+        "reasons": tuned.reasons,
+        "predicted": predicted,
+        "verified": rows,
+        "contests": tuned.contests,
+        "costs": describe(tuned.fit),
+        "fit_errors": {kind: {"median": one.median, "worst": one.worst} for kind, one in tuned.fit.errors.items()},
+        "raw_read_bytes_per_second": round(tuned.fit.raw_bytes_per_second),
+    }
+
+
+def _check_targets(targets: dict[str, str | None]) -> None:
+    seen: dict[Path, str] = {}
+    for option, target in targets.items():
+        if target is not None and (other := seen.setdefault(Path(target).resolve(), option)) != option:
+            raise BadInput(f"{other} and {option} are one file, {target}; give each its own")
+
+
+def _name(source: str) -> str:
+    """Return the name that tierkv plan knows a model by, so that what was measured is found again."""
+    from tierkv.architecture import find_architecture
+
+    try:
+        return find_architecture(source).name
+    except TierKVError:
+        return source
 
 
 def _context(model: Any, asked: int | None, *, quick: bool) -> int:
@@ -192,13 +235,6 @@ def _check_memory(kv_bytes: int, model: Any) -> None:
             f"measuring needs about {format_bytes(needed)} of memory and {format_bytes(free_memory())} is free; give a shorter "
             f"--context"
         )
-
-
-def _predicted(tuner: "Tuner", tuned: "Tuned") -> dict[str, Any]:
-    return {
-        name: {what: round(seconds, 6) for what, seconds in some.items()}
-        for name, some in tuner.predicted(tuned).items()
-    }
 
 
 def _plain(value: Any) -> Any:

@@ -1,12 +1,14 @@
 """Exact bytes of well-known models, and what is said about configs that cannot be used."""
 
 import json
+import math
+import os
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierkv.architecture import GROWING, KvLayer, find_architecture, model_names
+from tierkv.architecture import GROWING, KvLayer, canonical_name, find_architecture, model_names
 from tierkv.architecture_config import read_config
 from tierkv.errors import ConfigError, UnsupportedModel
 
@@ -14,6 +16,7 @@ LLAMA = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 100, "max_position_embeddings": 512, "tie_word_embeddings": False,
 }  # fmt: skip
+SLIDING = {"layer_types": ["sliding_attention"] * 3, "sliding_window": 8}
 ASKED = (
     "llama-2-7b llama-2-13b llama-2-70b llama-3.1-8b llama-3.1-70b llama-3.1-405b llama-3.2-1b llama-3.2-3b llama-3.3-70b "
     "qwen2.5-7b qwen2.5-72b qwen3-0.6b qwen3-8b qwen3-32b qwen3-30b-a3b qwen3-235b-a22b mistral-7b-v0.1 mistral-7b-v0.3 "
@@ -245,21 +248,6 @@ def test_one_kv_head_is_multi_query():
 
 
 @pytest.mark.parametrize(
-    ("quantization", "bits"),
-    [
-        ({"quant_method": "fp8"}, 8),
-        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, 4 + 20 / 128),
-        ({"load_in_4bit": True}, 4),
-        ({"quant_method": "new"}, 32),
-        (None, 32),
-    ],
-)
-def test_quantised_weights(quantization, bits):
-    weights = read(quantization_config=quantization).weights
-    assert weights.total_bytes("float32") == pytest.approx((weights.dense * bits + 2 * 6400 * 32) / 8, abs=1)
-
-
-@pytest.mark.parametrize(
     ("values", "words"),
     [
         ({"is_encoder_decoder": True, "model_type": "t5"}, ["t5 is an encoder-decoder", "decoder-only"]),
@@ -274,9 +262,29 @@ def test_quantised_weights(quantization, bits):
         ({"layer_types": ["sliding_attention"] * 3}, ["sliding_window is missing"]),
         ({"num_hidden_layers": -3}, ["num_hidden_layers is -3", "from 1 up"]),
         ({"num_hidden_layers": "many"}, ["num_hidden_layers is 'many'"]),
+        ({"num_attention_heads": 0}, ["num_attention_heads is 0", "from 1 up"]),
         ({"num_attention_heads": None}, ["names no attention heads"]),
         ({"num_key_value_heads": -1}, ["impossible KV shape"]),
         ({"vocab_size": 0}, ["names no vocab_size"]),
+        ({"attn_layer_period": False}, ["attn_layer_period is False", "whole number from 1 up"]),
+        ({"full_attention_interval": [None]}, ["full_attention_interval is [None]"]),
+        ({"architectures": 3}, ["architectures is 3", "a list"]),
+        ({"model_type": ["llama"]}, ["model_type is ['llama']", "family"]),
+        ({"intermediate_size": [None]}, ["intermediate_size is [None]"]),
+        ({"model_type": "llama4_text", "no_rope_layers": 5}, ["no_rope_layers is 5"]),
+        ({"num_kv_shared_layers": [[1]]}, ["num_kv_shared_layers is [[1]]"]),
+        ({"per_layer_config": {"0": 5}}, ["per_layer_config of layer 0 is 5"]),
+        ({"block_types": [[1]]}, ["block_types is [[1]]"]),
+        ({**SLIDING, "swa_num_key_value_heads": {"a": 1}}, ["swa_num_key_value_heads is {'a': 1}"]),
+        ({**SLIDING, "swa_num_key_value_heads": 2, "swa_head_dim": math.nan}, ["swa_head_dim is nan"]),
+        ({"num_hidden_layers": 10_001}, ["10,001 layers", "the most is 10,000"]),
+        ({"num_hidden_layers": 10**9}, ["1,000,000,000 layers", "the most is 10,000"]),
+        ({"num_hidden_layers": 10**40}, ["num_hidden_layers is 1000", "the most is 2,147,483,648"]),
+        ({"num_key_value_heads": 2**31 + 1}, ["layer 0", "larger than any", "2,147,483,648"]),
+        ({"hidden_size": 2**31 + 1}, ["hidden_size is 2147483649", "2,147,483,648"]),
+        ({"hybrid_override_pattern": "*" * 10_001, "layer_types": None}, ["10,001 layers"]),
+        ({"num_hidden_layers": None, "layer_types": ["attention"] * 10_001}, ["layer_types lists 10,001"]),
+        ({"rope": 1, "text_config": {"hidden_size": "x" * 500}}, ["config.json"]),
     ],
 )
 def test_a_config_that_cannot_be_used_is_one_line(folder, monkeypatch, values, words):
@@ -374,3 +382,19 @@ def test_bytes_grow_with_the_tokens_and_are_bounded_by_the_formula(name, one, ot
     assert found.kv_bytes(few, "bfloat16") <= found.kv_bytes(many, "bfloat16")
     assert found.kv_bytes(many, "bfloat16") <= many * found.token_bytes("bfloat16")
     assert found.kv_bytes(many, "bfloat16") <= found.assume_mha().kv_bytes(many, "bfloat16")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
+def test_a_named_pipe_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "config.json")
+    for name in (tmp_path, tmp_path / "config.json"):
+        with pytest.raises(ConfigError, match="no regular file"):
+            find_architecture(str(name))
+
+
+def test_one_spelling_stands_for_all_names_of_a_model(tmp_path):
+    for name in ("SmolLM2", "HuggingFaceTB/SmolLM2-135M", "/none/SmolLM2-135M", "./smollm2-135m/config.json"):
+        assert canonical_name(name) == "smollm2-135m"
+    assert canonical_name("Owner/Tuned") == canonical_name(" owner/tuned ") == "owner/tuned"
+    assert canonical_name("/a/Mine/") == canonical_name("/b/mine/config.json") == "mine"
+    assert canonical_name(str(tmp_path)) == tmp_path.name.casefold()

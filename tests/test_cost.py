@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierkv.cost import CostModel, Costs, Line
+from tierkv.cost import CostModel, Costs, Line, WeightReads, WindowPairs
 from tierkv.tier import Tier, Wire
 
 UP = Wire(Tier.HOST, Tier.DEVICE)
@@ -74,11 +74,65 @@ def test_records_of_a_slice_each_have_a_latency():
 
 def test_prefill_is_linear_in_tokens_and_in_pairs_of_tokens():
     found = MODEL.prefill(1000, past=4000)
-    assert found.terms["weights"] == pytest.approx(0.1)
+    assert found.terms["arithmetic"] == pytest.approx(0.1)
+    assert found.terms["weights and launches"] == 7e-3
     assert found.terms["attention"] == pytest.approx(1000 * 4500 * 1e-9)
     assert MODEL.prefill(5000).terms["attention"] == pytest.approx(
         MODEL.prefill(4000).terms["attention"] + found.terms["attention"]
     )
+
+
+def prefilling(**values):
+    return CostModel(Costs(step_seconds=9.0, kv_bytes_per_second={Tier.DEVICE: 1.0}, **values), 1, 1, 1)
+
+
+def test_a_prefill_takes_the_longer_of_reading_weights_and_arithmetic():
+    model = prefilling(weights=WeightReads(0.5, dense_seconds=2.0), token_seconds=0.25)
+    assert model.prefill(4).terms == {"launches": 0.5, "reading weights": 2.0, "attention": 0.0}
+    assert model.prefill(4).bottleneck == "reading weights"
+    assert model.prefill(100).terms == {"launches": 0.5, "arithmetic": 25.0, "attention": 0.0}
+    assert model.prefill(50, rows=2).seconds == model.prefill(100).seconds
+
+
+def test_a_prefill_reads_the_experts_that_all_its_tokens_reach():
+    model = prefilling(weights=WeightReads(0.0, dense_seconds=1.0, expert_seconds=8.0, missed=0.5))
+    assert model.prefill(1).terms["reading weights"] == 1 + 4
+    assert model.prefill(2).terms["reading weights"] == 1 + 6
+    assert model.prefill(200).terms["reading weights"] == pytest.approx(9)
+
+
+@pytest.mark.parametrize(
+    ("window", "tokens", "past", "pairs"),
+    [
+        (WindowPairs(100, 1.0), 10, 0, 50),  # what it would be without a window
+        (WindowPairs(100, 1.0), 10, 50, 550),
+        (WindowPairs(100, 1.0), 10, 100, 1000),
+        (WindowPairs(100, 1.0), 10, 10**6, 1000),
+        (WindowPairs(100, 1.0), 300, 0, 5000 + 20_000),
+        (WindowPairs(100, 1.0, chunked=True), 10, 0, 50),
+        (WindowPairs(100, 1.0, chunked=True), 250, 0, 2 * 5000 + 1250),
+        (WindowPairs(100, 1.0, chunked=True), 10, 200, 50),
+    ],
+)
+def test_a_token_attends_to_no_more_than_its_window(window, tokens, past, pairs):
+    assert window.pairs(tokens, past) == pairs
+    assert prefilling(windows=(window, window)).prefill(tokens, past).terms["attention"] == 2 * pairs
+
+
+@given(st.integers(1, 5000), st.integers(0, 9000), st.integers(1, 3000), st.booleans())
+def test_a_window_counts_as_if_each_token_were_counted_by_itself(tokens, past, width, chunked):
+    found = WindowPairs(width, 1.0, chunked=chunked).pairs(tokens, past)
+    each = (number % width if chunked else min(number, width) for number in range(past, past + tokens))
+    assert found == pytest.approx(sum(each), abs=tokens + width)
+
+
+def test_a_restore_through_host_memory_is_bound_by_the_slower_hop():
+    costs = {"step_seconds": 1.0, "kv_bytes_per_second": {Tier.DEVICE: 1.0}, "stored_bytes_per_second": 100.0}
+    slow, fast = {UP: Line(0.0, 10.0)}, {UP: Line(0.0, 1000.0)}
+    assert CostModel(Costs(**costs, wires=slow), 1, 1000, 1).restore(1, Tier.DISK).terms["copies from host"] == 100
+    assert CostModel(Costs(**costs, wires=fast), 1, 1000, 1).restore(1, Tier.DISK).terms["reading the disk"] == 10
+    direct = slow | {Wire(Tier.DISK, Tier.DEVICE): Line(0.0, 100.0)}
+    assert CostModel(Costs(**costs, wires=direct), 1, 1000, 1).restore(1, Tier.DISK).terms["reading the disk"] == 10
 
 
 def test_a_restore_counts_whole_blocks():

@@ -1,5 +1,8 @@
 """Shipped profiles against published measurements, and what is said about files that cannot be used."""
 
+import json
+import os
+import re
 from dataclasses import fields
 
 import pytest
@@ -7,11 +10,18 @@ import pytest
 from tierkv.architecture import find_architecture
 from tierkv.cost import CostModel, Costs, Line
 from tierkv.errors import CapacityError, ConfigError
-from tierkv.hardware import PROFILES, check_weights_fit, costs, devices_for, figures, find_profile
-from tierkv.hardware_profile import Measured
+from tierkv.hardware import PROFILES, assumed_flops, check_weights_fit, costs, devices_for, figures, find_profile
+from tierkv.hardware_profile import Measured, MeasuredLine
 from tierkv.tier import Tier, Wire
 
 LLAMA = find_architecture("llama-3.1-8b")
+
+
+def figure(name, value):
+    """Return a file with one figure that is not as it should be."""
+    return re.sub(rf"(?m)^({name} = {{ value =) \S+,", rf"\1 {value},", DEVICE)
+
+
 FIGURE = '{ value = 1000, source = "x" }'
 DEVICE = "\n".join(
     [
@@ -138,14 +148,61 @@ def test_a_mixture_of_experts_reads_more_weights_with_more_rows():
 def test_windows_are_counted_per_token_and_not_per_pair():
     mistral = find_architecture("mistral-7b-v0.1")
     assert mistral.pair_flops() == 0
-    assert model(architecture=mistral).costs.pair_seconds == 0
-    assert mistral.window_flops() == 32 * 4096 * 2 * 32 * 256
+    found = model(architecture=mistral)
+    assert found.costs.pair_seconds == 0
+    assert mistral.window_pair_flops() == {(4096, False): 32 * 2 * 32 * 256}
+    # Behind its window a token costs the same, wherever it is.
+    assert found.prefill(100, 5000).terms["attention"] == found.prefill(100, 9000).terms["attention"]
+    seen = 100 * 4096 * 32 * 2 * 32 * 256 / (989e12 * 0.6)
+    assert found.prefill(100, 5000).terms["attention"] == pytest.approx(seen)
     gemma = find_architecture("gemma-3-27b")
     assert gemma.pair_flops() == 10 * 2 * 32 * 256
 
 
-def test_float32_takes_twice_as_long_on_tensor_cores_and_not_on_a_cpu():
-    assert model(dtype="float32").costs.token_seconds == pytest.approx(2 * model().costs.token_seconds)
+def test_a_window_longer_than_the_prompt_costs_no_more_than_none():
+    long, short = find_architecture("phi-3-mini-128k"), find_architecture("phi-3-mini")
+    seconds = model(architecture=long).prefill(4096).seconds
+    assert seconds == pytest.approx(model(architecture=short).prefill(4096).seconds, rel=0.2)
+    assert seconds < 0.1
+
+
+def test_a_prefill_of_a_mixture_reads_all_experts_that_it_reaches():
+    mixtral = find_architecture("mixtral-8x7b")
+    found = model(architecture=mixtral, devices=2).prefill(64)
+    assert found.terms["reading weights"] == pytest.approx(mixtral.weights.read_bytes("bfloat16", 64) / 2 / 3.35e12)
+    assert found.bottleneck == "reading weights"
+    assert model(architecture=mixtral, devices=2).prefill(8192).bottleneck == "arithmetic"
+
+
+@pytest.mark.parametrize(
+    ("name", "single", "double"),
+    [("h100", 67e12, 34e12), ("h200", 67e12, 34e12), ("a100", 19.5e12, 9.7e12), ("rtx4090", 82.6e12, 1.29e12)],
+)
+def test_wide_numbers_are_computed_at_the_rate_of_the_datasheet(name, single, double):
+    small, share = find_architecture("smollm2-135m"), find_profile(name).device.compute_efficiency.value
+    for dtype, peak in (("float32", single), ("float64", double)):
+        flops = 2 * small.weights.prefill / (peak * share)
+        assert model(name, small, dtype).costs.token_seconds == pytest.approx(flops)
+        assert assumed_flops(find_profile(name), dtype) is None
+
+
+def test_a_rate_that_a_profile_leaves_out_is_assumed_and_said(written):
+    profile = find_profile(written(DEVICE))
+    assert "no figure for float64" in str(assumed_flops(profile, "float64"))
+    assert "half the rate of bfloat16" in str(assumed_flops(profile, "float32"))
+    assert assumed_flops(profile, "bfloat16") is None
+    half, single, double = (
+        costs(roomy(profile), LLAMA, dtype).token_seconds for dtype in ("bfloat16", "float32", "float64")
+    )
+    assert (single / half, double / single) == pytest.approx((2, 2))
+
+
+def roomy(profile):
+    memory = profile.device.memory_bytes.model_copy(update={"value": 10**12})
+    return profile.model_copy(update={"device": profile.device.model_copy(update={"memory_bytes": memory})})
+
+
+def test_a_cpu_computes_bfloat16_in_float32():
     small = find_architecture("smollm2-135m")
     single, half = (model("laptop", small, dtype).costs for dtype in ("float32", "bfloat16"))
     assert single.token_seconds == half.token_seconds
@@ -177,7 +234,7 @@ def test_impossible_numbers(options):
 
 
 def test_measured_parameters_win_for_their_model(written):
-    profile = find_profile(written(DEVICE.replace("value = 1000", "value = 20_000_000_000") + MEASURED))
+    profile = find_profile(written(DEVICE.replace("value = 1000", "value = 20_000_000_000", 1) + MEASURED))
     found = costs(profile, LLAMA, "bfloat16")
     assert found.step_seconds == 0.5
     assert found.token_seconds == 0.25
@@ -188,8 +245,65 @@ def test_measured_parameters_win_for_their_model(written):
     assert costs(profile, find_architecture("qwen3-8b"), "bfloat16") != found
 
 
+@pytest.fixture
+def small():
+    """The h100 with what was measured there of the smallest model, as far as a fit on a GPU gives it."""
+    kept = Measured(
+        model="smollm2-135m", dtype="bfloat16", layers=30, block_bytes=1, step_seconds=0.5, token_seconds=0.25,
+        kv_bytes_per_second={"device": 7.0}, wires={"host_to_device": MeasuredLine(latency_seconds=0.5, bytes_per_second=9.0)},
+    )  # fmt: skip
+    return lambda **values: find_profile("h100").model_copy(update={"measured": kept.model_copy(update=values)})
+
+
+def test_what_was_not_measured_is_what_the_figures_of_the_machine_say(small):
+    model = find_architecture("smollm2-135m")
+    peaks, found = costs(find_profile("h100"), model, "bfloat16"), costs(small(), model, "bfloat16")
+    up, down = Wire(Tier.HOST, Tier.DEVICE), Wire(Tier.DEVICE, Tier.HOST)
+    assert set(found.wires) == {up, down, Wire(Tier.DISK, Tier.HOST), Wire(Tier.HOST, Tier.DISK)}
+    assert (found.wires[up], found.wires[down]) == (Line(0.5, 9.0), peaks.wires[down])
+    assert found.kv_bytes_per_second == {Tier.DEVICE: 7.0, Tier.HOST: peaks.kv_bytes_per_second[Tier.HOST]}
+    assert found.stored_bytes_per_second == peaks.stored_bytes_per_second
+    assert found.hop_seconds == peaks.hop_seconds == 3e-5
+    assert (found.step_seconds, found.token_seconds, found.weights) == (0.5, 0.25, None)
+    attends = small(kv_bytes_per_second={"device": 7.0, "host": 3.0}, hop_seconds=0.0)
+    assert costs(attends, model, "bfloat16").hop_seconds == 0
+    assert costs(attends, model, "bfloat16").kv_bytes_per_second[Tier.HOST] == 3
+
+
+def test_rows_that_were_not_measured_are_not_free(small):
+    model = find_architecture("smollm2-135m")
+    peaks = costs(find_profile("h100"), model, "bfloat16", rows=4096)
+    assert peaks.row_seconds > 0
+    assert costs(small(), model, "bfloat16", rows=4096).row_seconds == peaks.row_seconds
+    assert costs(small(row_seconds=0.125), model, "bfloat16", rows=4096).row_seconds == 0.125
+
+
+def test_a_model_is_the_one_that_was_measured_under_each_of_its_names(small, tmp_path):
+    model = find_architecture("smollm2-135m")
+    folder = tmp_path / "SmolLM2-135M"
+    for name in (
+        "SmolLM2-135M", "smollm2", "HuggingFaceTB/SmolLM2-135M", str(folder), f"{folder}/config.json", " smollm2-135m ",
+    ):  # fmt: skip
+        assert costs(small(model=name), model, "bfloat16").step_seconds == 0.5, name
+    for name in ("smollm2-360m", "/elsewhere/other", "smol"):
+        assert costs(small(model=name), model, "bfloat16").step_seconds != 0.5, name
+
+
+def test_a_folder_is_known_by_the_config_in_it(small, tmp_path):
+    config = {
+        "model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "vocab_size": 100,
+        "num_attention_heads": 4, "_name_or_path": "owner/mine",
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = find_architecture(str(tmp_path))
+    assert costs(small(model=str(tmp_path)), model, "bfloat16").step_seconds == 0.5
+    assert costs(small(model="Owner/Mine"), model, "bfloat16").step_seconds == 0.5
+
+
 def test_all_parameters_of_the_cost_model_can_be_measured():
-    assert {field.name for field in fields(Costs)} <= set(Measured.model_fields)
+    assert {field.name for field in fields(Costs)} - {"weights", "windows"} == (
+        set(Measured.model_fields) - {"model", "dtype", "layers", "block_bytes", "block_size"}
+    )
 
 
 def test_a_file_needs_no_name(written):
@@ -222,6 +336,16 @@ def test_a_file_needs_no_name(written):
         (DEVICE + MEASURED.replace("device = 7.0", "host = 7.0"), ["measured", "the rate of the device is missing"]),
         (DEVICE + MEASURED.replace("disk_to_device", "disk_to_tape"), ["disk_to_tape", "host_to_device"]),
         ("[device", ["not valid TOML"]),
+        (DEVICE.replace("value = 1000", f"value = {10**300}", 1), ["device.memory_bytes.value", "legal:"]),
+        (figure("memory_bytes_per_second", "1e-300"), ["memory_bytes_per_second.value = 1e-300", "equal to 1"]),
+        (figure("memory_bytes_per_second", "1e300"), ["memory_bytes_per_second.value = 1e300", "less than"]),
+        (figure("flops_per_second", f"{10**400}"), ["flops_per_second.value"]),
+        (figure("read_efficiency", "1e-300"), ["read_efficiency.value = 1e-300", "0.000001"]),
+        (figure("step_seconds", "1e7"), ["step_seconds.value = 1e7", "less than"]),
+        (figure("step_seconds", "nan"), ["step_seconds.value = nan", "finite"]),
+        (DEVICE + MEASURED.replace("0.25", "1e300"), ["measured.token_seconds = 1e300"]),
+        (DEVICE + MEASURED.replace("7.0", "1e-5"), ["measured.kv_bytes_per_second.device = 1e-5"]),
+        (DEVICE + MEASURED.replace("3.0", "inf"), ["bytes_per_second = inf"]),
     ],
 )
 def test_a_file_that_is_wrong_is_one_line(written, text, words):
@@ -248,3 +372,11 @@ def test_unknown_profiles_say_what_is_known(name, words):
         find_profile(name)
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
+def test_a_named_pipe_is_refused_and_not_waited_for(tmp_path):
+    pipe = tmp_path / "pipe.toml"
+    os.mkfifo(pipe)
+    with pytest.raises(ConfigError, match="no regular file"):
+        find_profile(str(pipe))

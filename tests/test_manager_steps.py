@@ -28,6 +28,28 @@ def test_a_last_block_of_its_own_is_written_in_place():
     assert table.blocks == [block]
 
 
+def test_shared_blocks_that_have_moved_down_come_up_before_they_are_read_at_every_token():
+    manager = make(device=8, host=8)
+    first = manager.open()
+    append(manager, first, 4 * SIZE)
+    keys = [bytes([index]) * 32 for index in range(4)]
+    ids = list(range(4 * SIZE))
+    for index, key in enumerate(keys):
+        manager.publish(
+            first, index, key, ids[index * SIZE : (index + 1) * SIZE], keys[index - 1] if index else None, 1.0
+        )
+    manager.release(first)
+    other = manager.open()
+    append(manager, other, 8 * SIZE)  # takes their room: they are kept in host memory
+    manager.release(other)
+    second = manager.open()
+    assert manager.share(second, keys, ids) == 4
+    assert {block.tier for block in second.blocks} == {HOST}
+    moves = append(manager, second, 1)
+    assert [move.wire for move in moves] == [Wire(HOST, DEVICE)] * 4
+    assert {block.tier for block in second.blocks} == {DEVICE}
+
+
 @pytest.mark.parametrize(("holders", "sharers", "copies"), [(2, 1, 1), (2, 2, 1), (3, 2, 2), (4, 4, 3)])
 def test_k_of_r_holders_append_to_a_shared_last_block(holders, sharers, copies):
     manager = make(device=12)

@@ -1,6 +1,7 @@
 """Bytes, placement, sessions and advice of a plan: exact where it is arithmetic, consistent where it is an estimate."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -117,6 +118,17 @@ def test_a_machine_that_cannot_attend_in_host_memory_only_streams():
     assert set(found["estimates"]) == {"stream"}
 
 
+def test_the_first_token_of_a_batch_is_one_forward_of_all_its_tokens():
+    one, four = (
+        plan("llama-3.1-8b", context=16, batch=batch, profile="h100")["estimates"]["device"] for batch in (1, 4)
+    )
+    assert one["ttft_bottleneck"] == four["ttft_bottleneck"] == "reading weights"
+    assert four["ttft_terms"]["reading weights"] == one["ttft_terms"]["reading weights"]
+    long = plan("llama-3.1-8b", context=4096, batch=4, profile="h100")["estimates"]["device"]
+    assert long["ttft_bottleneck"] == "arithmetic"
+    assert long["ttft_terms"]["launches"] == 1.96e-3
+
+
 def test_kv_that_moves_to_disk_during_the_prefill_may_hold_it_up():
     slow = plan(context=1024, batch=64, profile="h100", budgets={"device": "256MiB", "host": "0", "disk": "100GiB"})
     first = slow["estimates"]["stream"]
@@ -133,6 +145,9 @@ def test_what_does_not_fit_has_no_times_and_says_what_would_help():
     assert not small["fits"]["everything"]
     assert small["advice"]["best"]["change"] == "twice the device memory"
     assert "does not fit" in small["advice"]["sentence"]
+    disk = plan(context=131_072, batch=4, profile="h100", budgets={"device": "8GiB", "host": "0", "disk": "30GiB"})
+    assert disk["advice"]["best"]["change"] == "twice the disk capacity"
+    assert "twice the disk capacity would hold it" in disk["advice"]["sentence"]
     none = plan(context=131_072, batch=99, profile="h100", budgets={"device": "4GiB", "host": "0", "disk": "0"})
     assert none["advice"]["best"] is None
     assert "nor would it" in none["advice"]["sentence"]
@@ -232,6 +247,13 @@ def test_tierkv_keeps_whole_blocks_of_layers_with_a_window_and_says_so():
 def test_notes_say_what_a_reader_must_know():
     assert any("made for 4,096 tokens" in note for note in plan("llama-2-7b", context=8192)["notes"])
     assert not [note for note in plan("llama-2-7b", context=4096)["notes"] if "made for" in note]
+    odd = replace(LLAMA, weights=replace(LLAMA.weights, unknown_quantization="torchao"))
+    found = make_plan(Ask(architecture=odd, context=64))["notes"]
+    assert any("quantisation 'torchao'" in note and "weights count as bfloat16" in note for note in found)
+    bare = H100.model_copy(update={"device": H100.device.model_copy(update={"float64_flops_per_second": None})})
+    for profile, count in ((H100, 0), (bare, 1)):
+        found = plan("smollm2-135m", context=64, dtype="float64", profile=profile)["notes"]
+        assert sum("no figure for float64" in note for note in found) == count
     two = plan("llama-3.1-70b", context=4096, profile="h100", devices=2)
     assert any("not counted" in note for note in two["notes"])
 
@@ -241,6 +263,8 @@ def test_notes_say_what_a_reader_must_know():
     [
         ({"budgets": {"device": "70GiB"}}, ["--device-budget 70GiB", "h100 has 79.06GiB", "leave 64.11GiB"]),
         ({"budgets": {"device": "1MiB"}}, ["holds no block", "4MiB", "--block-size"]),
+        ({"budgets": {"host": "500TiB"}}, ["--host-budget 500TiB", "not possible", "h100 has 1.81TiB"]),
+        ({"budgets": {"disk": "15TiB"}}, ["--disk-budget 15TiB", "h100 has 13.96TiB"]),
         ({"name": "llama-3.1-70b"}, ["--devices 2"]),
         ({"profile": "rtx4090", "name": "gemma-2-9b", "dtype": "float32"}, ["--devices 2"]),
     ],
@@ -267,6 +291,8 @@ def test_weights_that_leave_only_the_reserve_need_an_explicit_budget():
     [
         ({"budgets": {"host": "4GiB"}, "profile": "laptop", "name": "smollm2-135m"}, ["--host-budget", "no host tier"]),
         ({"budgets": {"device": "40%"}, "profile": None}, ["--device-budget 40%", "--profile"]),
+        ({"budgets": {"host": "4GiB"}, "profile": None}, ["--host-budget", "--device-budget", "--profile"]),
+        ({"budgets": {"disk": "4GiB"}, "profile": None}, ["--disk-budget", "--device-budget", "--profile"]),
         ({"context": 0}, ["context = 0", "from 1 up"]),
         ({"batch": -1}, ["batch = -1"]),
         ({"devices": 0}, ["devices = 0"]),

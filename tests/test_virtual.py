@@ -78,7 +78,7 @@ def test_between_device_and_disk_blocks_take_two_wires_in_turn():
     wires.send(SPILL, arrived("c"))  # is there before both
     wires.run_to(10.0)
     assert arrived.seen == [("c", 2.0), ("a", 4.0), ("b", 6.0)]
-    assert dict(wires.num_blocks) == {DOWN: 2, SPILL: 3}
+    assert wires.num_blocks == {DOWN: 2, SPILL: 3}
     wires.send(Wire(DISK, DEVICE), arrived("d"))
     wires.run_to(20.0)
     assert arrived.seen[-1] == ("d", 15.0)
@@ -87,7 +87,7 @@ def test_between_device_and_disk_blocks_take_two_wires_in_turn():
 def test_a_direct_wire_wins():
     direct = Wire(DISK, DEVICE)
     wires = VirtualWires(cost({direct: 4, RESTORE: 1, UP: 1}))
-    assert wires.route(direct) == ((direct, 1.0),)
+    assert wires.route(direct) == [(direct, 1.0)]
 
 
 def test_records_are_read_at_the_rate_of_the_store():
@@ -102,12 +102,12 @@ def test_records_are_read_at_the_rate_of_the_store():
 def test_where_device_and_host_are_one_memory_a_copy_is_a_read_and_a_write():
     spill = Wire(DEVICE, DISK)
     wires = VirtualWires(cost({spill: 2, Wire(DISK, DEVICE): 1}))
-    assert wires.route(DOWN) == ((DOWN, 0.5),)
-    assert wires.route(SPILL) == ((spill, 2.0),)
-    assert wires.route(RESTORE) == ((Wire(DISK, DEVICE), 4.0),)
-    assert wires.route(Wire(DEVICE, DEVICE)) == ((Wire(DEVICE, DEVICE), 0.5),)
+    assert wires.route(DOWN) == [(DOWN, 0.5)]
+    assert wires.route(SPILL) == [(spill, 2.0)]
+    assert wires.route(RESTORE) == [(Wire(DISK, DEVICE), 4.0)]
+    assert wires.route(Wire(DEVICE, DEVICE)) == [(Wire(DEVICE, DEVICE), 0.5)]
     slow = VirtualWires(cost({}, host_rate=2.0 * MIB))
-    assert slow.route(UP) == ((UP, 4.0),)
+    assert slow.route(UP) == [(UP, 4.0)]
 
 
 def test_a_disk_that_nothing_connects_is_said():

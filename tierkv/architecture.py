@@ -9,8 +9,10 @@ No torch and no transformers; only a config that leaves sizes out makes transfor
 
 import json
 import re
+import stat
 import tomllib
 from collections.abc import Mapping
+from contextlib import suppress
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
@@ -18,9 +20,20 @@ from typing import Any, Final
 
 from tierkv.architecture_config import read_config
 from tierkv.architecture_layers import GROWING, Architecture, Kind, KvLayer, Weights
+from tierkv.architecture_text import ImpossibleValue
 from tierkv.errors import ConfigError, UnsupportedModel
 
-__all__ = ["GROWING", "Architecture", "Kind", "KvLayer", "Weights", "find_architecture", "model_names"]
+__all__ = [
+    "GROWING",
+    "Architecture",
+    "Kind",
+    "KvLayer",
+    "Weights",
+    "canonical_name",
+    "check_regular",
+    "find_architecture",
+    "model_names",
+]
 
 _TABLE: Final = Path(__file__).with_name("models.toml")
 _HUB_ID: Final = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
@@ -71,6 +84,41 @@ def find_architecture(name: str) -> Architecture:
     return _read(config, name=name, source=f"config.json of {name}")
 
 
+def check_regular(path: Path) -> None:
+    """Refuse what is there and no file, such as a named pipe, which would be waited for without end.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    try:
+        mode = path.expanduser().stat().st_mode
+    except (OSError, ValueError, RuntimeError):
+        return  # whoever opens it has a message for that
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise ConfigError(f"{path}: no regular file (it is a pipe or a device); write it to a file and give that")
+
+
+def canonical_name(name: str) -> str:
+    """Return one spelling for all names of a model: that of the table, where it has it; a path counts by what lies there."""
+    known = _aliases()
+    wanted = name.strip()
+    if (found := known.get(wanted.casefold())) is not None:
+        return found
+    try:
+        is_there = Path(wanted).expanduser().exists()
+    except (OSError, ValueError, RuntimeError):
+        is_there = False
+    if not is_there and not wanted.startswith((".", "/", "~")):
+        return wanted.casefold()
+    if is_there:
+        with suppress(ConfigError, UnsupportedModel):  # it may have held a config when it was written down
+            read = find_architecture(wanted).name.casefold()
+            return known.get(read, read)
+    # What a folder is called on another machine is all that is left of its path.
+    tail = Path(wanted.removesuffix("config.json")).name.casefold()
+    return known.get(tail, tail)
+
+
 @cache
 def _table() -> Mapping[str, Mapping[str, Any]]:
     return tomllib.loads(_TABLE.read_text(encoding="utf-8"))
@@ -95,6 +143,7 @@ def _from_table(name: str) -> Architecture:
 
 
 def _from_file(path: Path) -> Architecture:
+    check_regular(path)
     try:
         with path.open("rb") as file:
             data = file.read(_LARGEST_FILE + 1)
@@ -119,6 +168,8 @@ def _from_file(path: Path) -> Architecture:
 def _read(config: Mapping[str, Any], *, name: str, source: str) -> Architecture:
     try:
         return read_config(config, name=name, title=name, source=source)
+    except ImpossibleValue:
+        raise
     except UnsupportedModel as error:
         # A file may leave out what its family has by default. A model without a cache stays one.
         if "no KV cache" in str(error) or "cannot be tiered" in str(error):

@@ -9,7 +9,17 @@ from types import SimpleNamespace
 from typing import Any, Final
 
 from tierkv.architecture_layers import GROWING, Architecture, Kind, KvLayer, Weights
-from tierkv.architecture_text import language_model, named, whole
+from tierkv.architecture_text import (
+    LARGEST,
+    MOST_LAYERS,
+    ImpossibleValue,
+    brief,
+    language_model,
+    listed,
+    named,
+    optional,
+    whole,
+)
 from tierkv.architecture_weights import count_weights
 from tierkv.errors import UnsupportedModel
 from tierkv.layout import kv_shape
@@ -66,18 +76,24 @@ def read_config(
         kinds = _layer_types(text)
         layers = tuple(_layer(text, index, kind, len(kinds)) for index, kind in enumerate(kinds))
         counted = count_weights(text, [layer.kind for layer in layers], parameters)
+        return _assemble(text, layers, counted, name=name, title=title, source=source)
     except UnsupportedModel as error:
-        raise UnsupportedModel(f"{source}: {error}") from None
-    if not any(layer.kind in GROWING for layer in layers):
-        raise UnsupportedModel(f"{source}: {_no_cache(text)}: no layer keeps KV; give a model with attention layers")
-    return _assemble(text, layers, counted, name=name, title=title, source=source)
+        raise type(error)(f"{source}: {error}") from None
+    except (TypeError, ValueError, ArithmeticError, AttributeError, LookupError) as error:
+        # Whatever else a file may hold in the place of a number or a list: it is the file that is wrong.
+        reason = brief(" ".join(str(error).split()))
+        raise ImpossibleValue(
+            f"{source}: a value in it is not of the kind that a config has there ({reason}); give a model's config.json"
+        ) from None
 
 
 def _assemble(
     text: SimpleNamespace, layers: tuple[KvLayer, ...], counted: Weights, *, name: str, title: str, source: str
 ) -> Architecture:
+    if not any(layer.kind in GROWING for layer in layers):
+        raise UnsupportedModel(f"{_no_cache(text)}: no layer keeps KV; give a model with attention layers")
     _, key_dim, value_dim = kv_shape(text)
-    if getattr(text, "kv_lora_rank", None):
+    if optional(text.__dict__, "kv_lora_rank"):
         key_dim = whole(text, "qk_nope_head_dim", 128) + whole(text, "qk_rope_head_dim")
         value_dim = whole(text, "v_head_dim", 128)
     most = getattr(text, "max_position_embeddings", None)
@@ -99,19 +115,25 @@ def _layer_types(text: SimpleNamespace) -> list[str]:
     """Return the type of every layer, in transformers' words."""
     pattern = getattr(text, "hybrid_override_pattern", None)
     if isinstance(pattern, str) and not getattr(text, "layer_types", None):
+        if len(pattern) > MOST_LAYERS:
+            raise ImpossibleValue(f"{len(pattern):,} layers are more than any model has; the most is {MOST_LAYERS:,}")
         return [_LETTERS.get(letter, letter) for letter in pattern]
     given = getattr(text, "layer_types", None)
+    if isinstance(given, list):
+        given = listed(text.__dict__, "layer_types")
     if isinstance(given, list) and getattr(text, "num_hidden_layers", None) is None:
         return [str(one) for one in given]
     count = whole(text, "num_hidden_layers")
     if getattr(text, "model_type", None) == "longcat_flash" and hasattr(text, "num_layers"):
         count *= 2  # each of its layers attends twice
-    if given is None and isinstance(cycle := getattr(text, "block_types", None), list) and cycle:
+    if count > MOST_LAYERS:
+        raise ImpossibleValue(f"{count:,} layers are more than any model has; the most is {MOST_LAYERS:,}")
+    if given is None and (cycle := listed(text.__dict__, "block_types")):
         given = [{"attention": "sliding_attention"}.get(one, one) for one in (cycle * count)[:count]]
     if given is None:
         return _inferred(text, count)
     if not isinstance(given, list) or len(given) < count:
-        said = len(given) if isinstance(given, list) else repr(given)
+        said = len(given) if isinstance(given, list) else brief(given)
         raise UnsupportedModel(f"layer_types must name the type of each of its {count} layers, not {said}")
     return [str(one) for one in given[:count]]
 
@@ -124,18 +146,21 @@ def _inferred(text: SimpleNamespace, count: int) -> list[str]:
         return ["hybrid"] * count
     if kind == "minimax":
         return ["linear_attention" if index % 2 else "full_attention" for index in layers]
-    if (period := get("attn_layer_period")) is not None:
-        offset = get("attn_layer_offset") or 0
+    if (period := optional(text.__dict__, "attn_layer_period", least=1)) is not None:
+        offset = optional(text.__dict__, "attn_layer_offset") or 0
         return ["full_attention" if index % period == offset else "mamba" for index in layers]
     chosen = get("attn_layer_indices", get("full_attn_idxs"))
     if isinstance(chosen, list):
         return ["full_attention" if index in chosen else "linear_attention" for index in layers]
-    if (every := get("full_attention_interval")) or kind in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"):
+    if (every := optional(text.__dict__, "full_attention_interval")) or kind in (
+        "qwen3_next",
+        "qwen3_5_text",
+        "qwen3_5_moe_text",
+    ):
         return ["linear_attention" if (index + 1) % (every or 4) else "full_attention" for index in layers]
     if kind == "llama4_text":
-        rope = get("no_rope_layers") or [
-            int((index + 1) % (get("no_rope_layer_interval") or 4) != 0) for index in layers
-        ]
+        step = optional(text.__dict__, "no_rope_layer_interval") or 4
+        rope = listed(text.__dict__, "no_rope_layers") or [int((index + 1) % step != 0) for index in layers]
         return ["chunked_attention" if one else "full_attention" for one in rope[:count]]
     if kind in ("deepseek_v32", "glm_moe_dsa"):
         return ["indexed_attention"] * count
@@ -146,7 +171,11 @@ def _inferred(text: SimpleNamespace, count: int) -> list[str]:
     if every := pattern if isinstance(pattern, int) else _PATTERNS.get(kind):
         return ["sliding_attention" if (index + 1) % every else "full_attention" for index in layers]
     # Only below this layer is there no window, where a config has such a bound.
-    first = get("max_window_layers", 28 if kind.startswith(_UNLESS_TOLD) else 0) if get("use_sliding_window") else 0
+    first = 0
+    if get("use_sliding_window"):
+        first = optional(text.__dict__, "max_window_layers") or 0
+        if "max_window_layers" not in text.__dict__ and kind.startswith(_UNLESS_TOLD):
+            first = 28
     return ["sliding_attention" if index >= first else "full_attention" for index in layers]
 
 
@@ -162,7 +191,7 @@ def _layer(text: SimpleNamespace, index: int, kind_name: str, count: int) -> KvL
     """Return what one layer keeps."""
     if kind_name not in _KINDS:
         raise UnsupportedModel(
-            f"layer {index} is of the type {kind_name!r}, whose KV is not known; known: {', '.join(_KINDS)}"
+            f"layer {index} is of the type {brief(kind_name)}, whose KV is not known; known: {', '.join(_KINDS)}"
         )
     kind = _KINDS[kind_name]
     if kind == "state":
@@ -177,9 +206,11 @@ def _layer(text: SimpleNamespace, index: int, kind_name: str, count: int) -> KvL
         raise UnsupportedModel(
             f"layer {index} has an impossible KV shape: {kv_heads} heads of {key_dim} and {value_dim}"
         )
-    if getattr(text, "kv_lora_rank", None) and kind == "full":
+    if max(kv_heads, key_dim, value_dim) > LARGEST:
+        raise ImpossibleValue(f"layer {index} has a KV shape larger than any model's; the most is {LARGEST:,}")
+    if optional(text.__dict__, "kv_lora_rank") and kind == "full":
         kind = "latent"
-    shared = getattr(text, "num_kv_shared_layers", None) or 0
+    shared = optional(text.__dict__, "num_kv_shared_layers") or 0
     if index >= count - shared:
         kind = "shared"
     index_dim = whole(text, "index_head_dim", 128) if kind_name in _INDEXED else 0
@@ -189,18 +220,23 @@ def _layer(text: SimpleNamespace, index: int, kind_name: str, count: int) -> KvL
 def _shape(text: SimpleNamespace, index: int, kind: Kind) -> tuple[int, int, int]:
     """Return ``(kv_heads, key_dim, value_dim)`` of one layer, where layers may differ."""
     values = dict(text.__dict__)
+    for name in ("num_attention_heads", "hidden_size"):
+        optional(values, name, least=1)
     own = values.get("per_layer_config")
     if isinstance(own, Mapping):
-        values.update(own.get(str(index)) or own.get(index) or {})
+        of_layer = own.get(str(index)) or own.get(index) or {}
+        if not isinstance(of_layer, Mapping):
+            raise ImpossibleValue(f"per_layer_config of layer {index} is {brief(of_layer)}; it must be a table")
+        values.update({str(key): value for key, value in of_layer.items()})
     elif str(values.get("model_type", "")).startswith("gemma4") and kind == "full":
         values["head_dim"] = values.get("global_head_dim") or 512
         if values.get("attention_k_eq_v") and values.get("num_global_key_value_heads"):
             values["num_key_value_heads"] = values["num_global_key_value_heads"]
     kv_heads, key_dim, value_dim = kv_shape(SimpleNamespace(**values))
-    if kind == "sliding" and values.get("swa_num_key_value_heads"):
-        kv_heads = values["swa_num_key_value_heads"]
-        key_dim = values.get("swa_head_dim") or key_dim
-        value_dim = values.get("swa_v_head_dim") or values.get("swa_head_dim") or value_dim
+    if kind == "sliding" and (own_heads := optional(values, "swa_num_key_value_heads")):
+        width = optional(values, "swa_head_dim")
+        kv_heads, key_dim = own_heads, width or key_dim
+        value_dim = optional(values, "swa_v_head_dim") or width or value_dim
     elif kind == "sliding" and values.get("model_type") == "mimo_v2_flash":
         kv_heads *= 2
     return kv_heads, key_dim, value_dim

@@ -20,6 +20,11 @@ _SPELLINGS: Final = {
     "num_key_value_heads": ("multi_query_group_num",),
 }
 
+LARGEST: Final = 1 << 31
+"""No dimension of a model is larger."""
+MOST_LAYERS: Final = 10_000
+_SHOWN: Final = 60
+
 # Models without a KV cache that grows: encoders, and layers that keep only a state.
 _ENCODERS: Final = frozenset(
     {
@@ -46,6 +51,10 @@ _DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
 }  # fmt: skip
 
 
+class ImpossibleValue(UnsupportedModel):
+    """A value that a config holds and no model has; other than for one that is missing, no default can help."""
+
+
 def language_model(config: Mapping[str, Any]) -> SimpleNamespace:
     """Return the config of the decoder, with the names that this module uses.
 
@@ -69,7 +78,9 @@ def language_model(config: Mapping[str, Any]) -> SimpleNamespace:
             values[ours] = found
     if isinstance(values.get("attn_config"), Mapping):  # MPT
         values.setdefault("num_key_value_heads", values["attn_config"].get("kv_n_heads"))
-    kind = str(values.get("model_type", ""))
+    if not isinstance(values.get("model_type", ""), str | None):
+        raise ImpossibleValue(f"model_type is {brief(values['model_type'])}; it must be the name of a family")
+    kind = str(values.get("model_type") or "")
     for key, value in _DEFAULTS.get(kind, {}).items():
         if values.get(key) is None:
             values[key] = value
@@ -79,7 +90,7 @@ def language_model(config: Mapping[str, Any]) -> SimpleNamespace:
 
 def _refuse(config: Mapping[str, Any], values: Mapping[str, Any], kind: str) -> None:
     """Raise for a model that has no growing KV cache, or one of its own kind."""
-    heads = [str(one) for one in config.get("architectures") or ()]
+    heads = [str(one) for one in listed(config, "architectures") or ()]
     encoder = kind in _ENCODERS or (bool(heads) and all(one.endswith(_NOT_GENERATING) for one in heads))
     if encoder and not values.get("is_decoder"):
         raise UnsupportedModel(
@@ -97,15 +108,52 @@ def whole(text: SimpleNamespace, name: str, default: int | None = None) -> int:
     """Return a number of a config that has to be there, or ``default`` where it may be missing.
 
     Raises:
-        UnsupportedModel: it is missing, or no whole number from 1 up.
+        UnsupportedModel: it is missing, or no whole number from 1 to 2^31.
     """
-    value = getattr(text, name, None)
-    if value is None and default is not None:
-        return default
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        said = "is missing" if value is None else f"is {value!r}"
-        raise UnsupportedModel(f"{name} {said}; it must be a whole number from 1 up")
+    found = optional(text.__dict__, name, least=1)
+    if found is None and default is None:
+        raise UnsupportedModel(f"{name} is missing; it must be a whole number from 1 up")
+    return default if found is None and default is not None else found or 0
+
+
+def optional(values: Mapping[str, Any], name: str, *, least: int = 0) -> int | None:
+    """Return a number of a config that may be missing.
+
+    Raises:
+        ImpossibleValue: it is there, and no whole number from ``least`` to 2^31.
+    """
+    value = values.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ImpossibleValue(f"{name} is {brief(value)}; it must be a whole number from {least} up")
+    if value > LARGEST:
+        raise ImpossibleValue(f"{name} is {brief(value)}, more than any model has; the most is {LARGEST:,}")
     return value
+
+
+def listed(values: Mapping[str, Any], name: str) -> list[Any] | None:
+    """Return a list of a config that may be missing.
+
+    Raises:
+        ImpossibleValue: it is there and no list of numbers or texts, or of far too many.
+    """
+    value = values.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, list) or not all(isinstance(one, int | str) for one in value):
+        raise ImpossibleValue(f"{name} is {brief(value)}; it must be a list of numbers or names")
+    if len(value) > MOST_LAYERS:
+        raise ImpossibleValue(
+            f"{name} lists {len(value):,} layers, more than any model has; the most is {MOST_LAYERS:,}"
+        )
+    return value
+
+
+def brief(value: object) -> str:
+    """Return a value as it is shown in a message: on one line, and not too long."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def named(values: Mapping[str, Any]) -> str:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any, Final
 
 from tierkv.architecture_layers import Kind, Weights
+from tierkv.architecture_text import ImpossibleValue, brief, listed, optional
 from tierkv.errors import UnsupportedModel
 
 # Families whose MLP is two matrices; the others have a gate too.
@@ -20,6 +21,7 @@ _UNGATED: Final = frozenset(
 )  # fmt: skip
 _QKV_BIAS: Final = ("qwen2",)
 _POSITION_TABLES: Final = ("gpt2", "gpt_bigcode", "gpt_neo", "opt", "biogpt")
+_MOST_BITS: Final = 64
 _MXFP4_BITS: Final = 4.25
 """4 bits a number, and an exponent of 8 bits for 32 of them."""
 
@@ -54,7 +56,7 @@ def count_weights(text: SimpleNamespace, kinds: Sequence[Kind], parameters: int 
         else:
             dense += _mlp(values)
     routed = sum(sparse) * experts * each
-    dense_bits, expert_bits = _bits(values)
+    dense_bits, expert_bits, unknown = _bits(values)
     learned = values.get("model_type") in _POSITION_TABLES
     positions = hidden * (_first(values, "max_position_embeddings") or 0) if learned else 0
     weights = Weights(
@@ -67,6 +69,7 @@ def count_weights(text: SimpleNamespace, kinds: Sequence[Kind], parameters: int 
         active_of_layer=chosen if routed else 0,
         dense_bits=dense_bits,
         expert_bits=expert_bits,
+        unknown_quantization=unknown,
     )
     if parameters is None:
         return weights
@@ -106,8 +109,13 @@ def _mlp(values: Mapping[str, Any]) -> int:
     hidden = _size(values, "hidden_size")
     names = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "intermediate_size_mlp")
     inner = values.get("intermediate_size")
-    inner = inner[0] if isinstance(inner, list) and inner else _first(values, *names) or 4 * hidden
-    return _matrices(values) * hidden * int(inner)
+    if isinstance(inner, list) and inner:  # one for each layer
+        inner = _first({"intermediate_size": inner[0]}, "intermediate_size")
+        if inner is None:
+            raise ImpossibleValue(f"intermediate_size is {brief(values['intermediate_size'])}; give whole numbers")
+    else:
+        inner = _first(values, *names) or 4 * hidden
+    return _matrices(values) * hidden * inner
 
 
 def _expert(values: Mapping[str, Any]) -> int:
@@ -146,28 +154,54 @@ def _sparse_layers(values: Mapping[str, Any], count: int) -> list[bool]:
         return [(index + 1) % period == 0 for index in range(count)]
     first = _first(values, "first_k_dense_replace") or 0
     every = _first(values, "moe_layer_freq", "decoder_sparse_step") or 1
-    dense = values.get("mlp_only_layers") or ()
+    dense = listed(values, "mlp_only_layers") or ()
     shift = 1 if "decoder_sparse_step" in values else 0
     return [index >= first and (index + shift) % every == 0 and index not in dense for index in range(count)]
 
 
-def _bits(values: Mapping[str, Any]) -> tuple[float | None, float | None]:
-    """Return the bits of a dense and of an expert's parameter that is stored quantised, None where they are not."""
+def _bits(values: Mapping[str, Any]) -> tuple[float | None, float | None, str | None]:
+    """Return the bits of a dense and of an expert's parameter that is stored quantised, None where they are not.
+
+    The third is the name of a quantisation that is not known, of which no bits are counted, or None.
+    """
     found = values.get("quantization_config")
-    if not isinstance(found, Mapping):
-        return None, None
+    if not isinstance(found, Mapping) or not found:
+        return None, None, None
     method = found.get("quant_method")
     if method == "mxfp4":
-        return None, _MXFP4_BITS
+        return None, _MXFP4_BITS, None
     if method in ("fp8", "fbgemm_fp8"):
-        return 8.0, 8.0
-    bits = found.get("bits") or (4 if found.get("load_in_4bit") else 8 if found.get("load_in_8bit") else None)
-    if not isinstance(bits, int) or bits < 1:
-        return None, None
-    group = found.get("group_size")
-    # A scale of 16 bits and a zero point for each group.
-    total = bits + ((16 + bits) / group if isinstance(group, int) and group > 0 else 0)
-    return total, total
+        return 8.0, 8.0, None
+    if method == "compressed-tensors":
+        total = _compressed(found)
+    else:
+        bits = found.get("bits") or (4 if found.get("load_in_4bit") else 8 if found.get("load_in_8bit") else None)
+        total = _with_scales(bits, found.get("group_size"), zero_point=True)
+    return total, total, None if total else brief(method or "unnamed").strip("'")
+
+
+def _compressed(found: Mapping[str, Any]) -> float | None:
+    """Return the bits of the widest group of layers that compressed-tensors names, so that no weight is missed."""
+    groups = found.get("config_groups")
+    named = (
+        [one.get("weights") for one in groups.values() if isinstance(one, Mapping)]
+        if isinstance(groups, Mapping)
+        else []
+    )
+    bits = [
+        _with_scales(one.get("num_bits"), one.get("group_size"), zero_point=not one.get("symmetric", True))
+        for one in named
+        if isinstance(one, Mapping)
+    ]
+    return max((one for one in bits if one is not None), default=None)
+
+
+def _with_scales(bits: object, group: object, *, zero_point: bool) -> float | None:
+    """Return the bits of a number with its share of the scale of 16 bits, and of the zero point, of its group."""
+    if not isinstance(bits, int) or isinstance(bits, bool) or not 1 <= bits <= _MOST_BITS:
+        return None
+    scale = 16 + (bits if zero_point else 0)
+    return bits + (scale / group if isinstance(group, int) and group > 0 else 0)
 
 
 def _matrices(values: Mapping[str, Any]) -> int:
@@ -183,5 +217,8 @@ def _size(values: Mapping[str, Any], name: str) -> int:
 
 def _first(values: Mapping[str, Any], *names: str) -> int | None:
     """Return the first of these that is a whole number above 0."""
-    found = (values.get(name) for name in names)
-    return next((one for one in found if isinstance(one, int) and not isinstance(one, bool) and one > 0), None)
+    for name in names:
+        value = values.get(name)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return optional(values, name)
+    return None

@@ -20,6 +20,7 @@ class BlockPool:
                 f"a pool needs num_slots >= 0 and slots_per_segment >= 1, not {num_slots}, {slots_per_segment}"
             )
         self.slots_per_segment = slots_per_segment
+        self._all = (1 << slots_per_segment) - 1  # the mask of a segment that is entirely free
         self._limit = 0
         self._references: dict[int, int] = {}
         self._masks: dict[int, int] = {}  # free slots of every touched segment, those above the limit included
@@ -133,7 +134,7 @@ class BlockPool:
             slot = segment * size + self._lowest(self._usable(segment))
         segment, bit = divmod(slot, size)
         while self._fresh <= segment:
-            self._masks[self._fresh] = (1 << size) - 1
+            self._masks[self._fresh] = self._all
             self._file(self._fresh)
             self._fresh += 1
         self._masks[segment] &= ~(1 << bit)
@@ -156,7 +157,7 @@ class BlockPool:
         # Only the last segment can reach beyond the limit.
         usable = self._masks[segment] if (segment + 1) * size <= self._limit else self._usable(segment)
         self._whole.pop(segment, None)
-        if usable == (1 << size) - 1:
+        if usable == self._all:
             self._partial.pop(segment, None)
             self._whole[segment] = None
         elif usable:

@@ -10,12 +10,12 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final
 
-from tierkv.architecture import canonical_name
+from tierkv.architecture import canonical_name, check_regular
 from tierkv.architecture_layers import Architecture
 from tierkv.config_sources import read_file
 from tierkv.cost import Costs, Line, WeightReads, WindowPairs
 from tierkv.errors import CapacityError, ConfigError
-from tierkv.hardware_profile import Cable, Device, HardwareProfile, Measured, check_regular, parse_profile
+from tierkv.hardware_profile import Cable, Device, HardwareProfile, Measured, parse_profile
 from tierkv.layout import DTYPE_BYTES
 from tierkv.sizes import format_bytes, show
 from tierkv.tier import Tier, Wire
@@ -130,13 +130,14 @@ def same_model(measured: Measured, architecture: Architecture) -> bool:
 def _with_measured(peaks: Costs, measured: Measured) -> Costs:
     """Return what was measured, and for what was not what the machine's figures say."""
     found = measured.costs()
-    can_attend = Tier.HOST in found.kv_bytes_per_second and "hop_seconds" in measured.model_fields_set
+    # A rate of the CPU was fitted together with its hops, be they 0.
+    with_hops = Tier.HOST in found.kv_bytes_per_second and "hop_seconds" in measured.model_fields_set
     return replace(
         found,
         row_seconds=found.row_seconds or peaks.row_seconds,
         kv_bytes_per_second={**peaks.kv_bytes_per_second, **found.kv_bytes_per_second},
         wires={**peaks.wires, **found.wires},
-        hop_seconds=found.hop_seconds if can_attend else found.hop_seconds or peaks.hop_seconds,
+        hop_seconds=found.hop_seconds if with_hops else found.hop_seconds or peaks.hop_seconds,
         stored_bytes_per_second=found.stored_bytes_per_second or peaks.stored_bytes_per_second,
     )
 

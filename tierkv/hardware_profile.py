@@ -9,10 +9,8 @@
 A figure has a unit in its name and a source; a share is between 0 and 1.
 """
 
-import stat
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -228,20 +226,6 @@ class HardwareProfile(_Part):
         if missing:
             raise ValueError(f"the section [{missing[0]}] is missing; add it with latency_seconds and bytes_per_second")
         return self
-
-
-def check_regular(path: Path) -> None:
-    """Refuse what is there and no file, such as a named pipe, which would be waited for without end.
-
-    Raises:
-        ConfigError: it is one.
-    """
-    try:
-        mode = path.expanduser().stat().st_mode
-    except (OSError, ValueError, RuntimeError):
-        return  # whoever opens it has a message for that
-    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-        raise ConfigError(f"{path}: no regular file (it is a pipe or a device); write it to a file and give that")
 
 
 def parse_profile(values: Mapping[str, Any], name: str, origin: str) -> HardwareProfile:

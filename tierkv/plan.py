@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from tierkv.architecture_layers import Architecture
 from tierkv.errors import ConfigError
-from tierkv.hardware import HardwareProfile
+from tierkv.hardware import HardwareProfile, assumed_flops
 from tierkv.layout import BlockLayout
 from tierkv.plan_memory import (
     Mix,
@@ -212,6 +212,13 @@ def _notes(ask: Ask, model: Architecture, result: Mapping[str, Any]) -> list[str
         )
     if any(layer.kind == "state" for layer in model.layers):
         notes.append("layers with a state of fixed size, which does not grow with the tokens, are not counted")
+    if model.weights.unknown_quantization is not None:
+        notes.append(
+            f"the bits of the quantisation {model.weights.unknown_quantization!r} in the config are not known: weights count as "
+            f"{ask.dtype}, which is more than they take"
+        )
+    if ask.profile is not None and (assumed := assumed_flops(ask.profile, ask.dtype)) is not None:
+        notes.append(assumed)
     if ask.profile is None:
         notes.append("give --profile for what fits where and how fast it is")
     elif ask.devices > 1:

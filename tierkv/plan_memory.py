@@ -101,9 +101,14 @@ def resolve_budgets(
 
     Raises:
         ConfigError: a budget needs a machine, or one that has this tier.
-        CapacityError: the device cannot hold its budget beside the weights.
+        CapacityError: a tier is smaller than its budget; on the device, beside the weights.
     """
     if profile is None:
+        below = next((tier for tier in given if tier is not Tier.DEVICE), None)
+        if below is not None and Tier.DEVICE not in given:
+            raise ConfigError(
+                f"--{below.label}-budget says nothing without the tier above it: give --device-budget, or --profile, too"
+            )
         for tier, size in given.items():
             if size.percent is not None:
                 raise ConfigError(f"--{tier.label}-budget {size}: a share of what? Give --profile, or bytes")
@@ -120,6 +125,12 @@ def resolve_budgets(
     else:
         whole = default_budgets(profile, architecture, dtype, devices)
     budgets = {tier: given[tier].resolve(whole[tier]) if tier in given else whole[tier] for tier in Tier}
+    for tier, most in _below(profile).items():
+        if budgets[tier] > most:
+            raise CapacityError(
+                f"--{tier.label}-budget {format_bytes(budgets[tier])} is not possible: {profile.name} has "
+                f"{format_bytes(most)} of it; give at most that, or leave it out"
+            )
     if budgets[Tier.DEVICE] > room:
         memory = profile.device.memory_bytes.value * devices
         raise CapacityError(

@@ -86,8 +86,7 @@ def _times(setting: Setting, model: CostModel, placement: Placement, first: Esti
 
 def _first_token(setting: Setting, model: CostModel, placement: Placement) -> Estimate:
     """Return the time to the first tokens of a batch that finds nothing cached: prefill, and what cannot stay moves down."""
-    one = model.prefill(setting.context)
-    terms = {name: seconds * (1 if name == "launches" else setting.batch) for name, seconds in one.terms.items()}
+    terms = dict(model.prefill(setting.context, rows=setting.batch).terms)
     hidden = model.costs.overlap * sum(terms.values())
     down = [0.0]
     if placement.blocks[Tier.DISK]:
@@ -156,13 +155,14 @@ def _wires(*names: str) -> Callable[[HardwareProfile], HardwareProfile]:
 _CHANGES: Final[Mapping[str, Callable[[HardwareProfile], HardwareProfile]]] = {
     "device memory": lambda profile: profile,
     "host memory": lambda profile: profile,
+    "disk capacity": lambda profile: profile,
     "bandwidth to the host": _wires("host_to_device", "device_to_host"),
     "disk bandwidth": _wires("disk_to_host", "host_to_disk", "disk_to_device", "device_to_disk"),
     "device bandwidth": _scaled("device", "memory_bytes_per_second"),
     "host bandwidth": _scaled("host", "memory_bytes_per_second"),
     "device arithmetic": _scaled("device", "flops_per_second"),
 }
-_BUDGETS: Final = {"device memory": Tier.DEVICE, "host memory": Tier.HOST}
+_BUDGETS: Final = {"device memory": Tier.DEVICE, "host memory": Tier.HOST, "disk capacity": Tier.DISK}
 
 
 def advice(setting: Setting, device_bytes_doubled: int) -> dict[str, Any]:
@@ -208,7 +208,7 @@ def _best(setting: Setting) -> float | None:
 def _sentence(now: float | None, best: Mapping[str, Any] | None) -> str:
     if now is None:
         if best is None:
-            return "The batch does not fit, nor would it with twice of any one memory: use a smaller batch or context."
+            return "The batch does not fit, nor would it with twice the room in any one tier: use a smaller batch or context."
         rate = best["tokens_per_second"]
         return f"The batch does not fit; {best['change']} would hold it, at {rate:,.1f} tokens/s."
     if best is None:

@@ -8,6 +8,8 @@ Pure bookkeeping, no I/O. Not thread-safe: the manager owns it.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import islice
+from typing import Final
 
 from tierkv.block_table import Block
 from tierkv.eviction import make_policy
@@ -16,6 +18,9 @@ from tierkv.tier import Tier
 
 _SIZE = 1 << 20
 """All blocks of an engine are of one size, and any will do; rules weigh costs against bytes, so it is a likely one."""
+
+_FEW: Final = 32
+"""Blocks that are looked at before a list of all is made."""
 
 
 class SharedBlocks:
@@ -64,8 +69,15 @@ class SharedBlocks:
 
     def unused_on_device(self) -> Iterator[Block]:
         """Yield unused blocks with a copy on the device, those that were let go of first before the others."""
+        first = list(islice(self._maybe_on_device, _FEW))  # nearly always enough, and all may be very many
+        yield from self._still_on_device(first)
+        if len(first) == _FEW:
+            seen = set(first)
+            yield from self._still_on_device([block for block in self._maybe_on_device if block not in seen])
+
+    def _still_on_device(self, blocks: Sequence[Block]) -> Iterator[Block]:
         device = Tier.DEVICE
-        for block in list(self._maybe_on_device):
+        for block in blocks:
             if device in block.slots:
                 yield block
             elif device not in block.arriving:

@@ -99,9 +99,8 @@ class Simulation:
                 self._wires.run_to(coming)
         wires, store = self._wires, self.prefixes.store
         return Outcome(
-            self._counts, wires.now, time.perf_counter() - began, self._block_bytes, dict(wires.num_blocks),
-            dict(wires.streamed_bytes), dict(wires.busy_seconds), self.prefixes.held.most,
-            store.peak_blocks if store else 0, store.num_shed if store else 0,
+            self._counts, wires.now, time.perf_counter() - began, self._block_bytes, wires.num_blocks, wires.streamed_bytes,
+            wires.busy_seconds, self.prefixes.held.most, store.peak_blocks if store else 0, store.num_shed if store else 0,
         )  # fmt: skip
 
     # -- requests -------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ device to the disk, or back, takes two wires in turn: the second one knows of it
 """
 
 import heapq
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -20,7 +20,19 @@ if TYPE_CHECKING:
 
 _MEMORY: Final = (Tier.DEVICE, Tier.HOST)
 
-Hop = tuple[Wire, float]
+
+class _Server:
+    """One wire: what it was given, and when it is free."""
+
+    __slots__ = ("busy_seconds", "free_at", "num_blocks", "streamed_bytes", "wire")
+
+    def __init__(self, wire: Wire) -> None:
+        self.wire = wire
+        self.free_at = self.busy_seconds = 0.0
+        self.num_blocks = self.streamed_bytes = 0
+
+
+_Hop = tuple[_Server, float]
 """A wire, and the seconds that it takes for one block."""
 
 
@@ -29,21 +41,15 @@ class VirtualWires:
 
     Attributes:
         now: seconds since the begin; never goes back.
-        num_blocks: blocks that each wire was given.
-        streamed_bytes: bytes that attention fetched over each wire, without moving a block.
-        busy_seconds: how long each wire has been, or will have been, at work on all of that.
     """
 
     def __init__(self, cost: CostModel) -> None:
         """Make idle wires at time 0."""
         self.now = 0.0
-        self.num_blocks: Counter[Wire] = Counter()
-        self.streamed_bytes: Counter[Wire] = Counter()
-        self.busy_seconds: dict[Wire, float] = {}
         self._cost = cost
-        self._free_at: dict[Wire, float] = {}
-        self._routes: dict[Wire, tuple[Hop, ...]] = {}
-        self._events: list[tuple[float, int, tuple[Hop, ...], Callable[[], object]]] = []
+        self._servers: dict[Wire, _Server] = {}
+        self._routes: dict[Wire, tuple[_Hop, ...]] = {}
+        self._events: list[tuple[float, int, tuple[_Hop, ...], Callable[[], object]]] = []
         self._num_events = 0
 
     @property
@@ -51,17 +57,32 @@ class VirtualWires:
         """When a wire will be done with a block the next time; None while all are idle."""
         return self._events[0][0] if self._events else None
 
-    def route(self, wire: Wire) -> tuple[Hop, ...]:
+    @property
+    def num_blocks(self) -> dict[Wire, int]:
+        """Blocks that each wire was given."""
+        return {wire: server.num_blocks for wire, server in self._servers.items() if server.num_blocks}
+
+    @property
+    def streamed_bytes(self) -> dict[Wire, int]:
+        """Bytes that attention fetched over each wire, without moving a block."""
+        return {wire: server.streamed_bytes for wire, server in self._servers.items() if server.streamed_bytes}
+
+    @property
+    def busy_seconds(self) -> dict[Wire, float]:
+        """How long each wire has been, or will have been, at work on all of that."""
+        return {wire: server.busy_seconds for wire, server in self._servers.items() if server.busy_seconds}
+
+    def route(self, wire: Wire) -> list[tuple[Wire, float]]:
         """Return the wires that one block takes from one tier to another, or to another place in the same one.
+
+        Each comes with the seconds that it takes for one block.
 
         Without a wire of their own device and host are one memory, in which a copy is a read and a write.
 
         Raises:
             ValueError: nothing connects the two here.
         """
-        if wire not in self._routes:
-            self._routes[wire] = tuple((hop, self._seconds(hop)) for hop in self._hops(wire))
-        return self._routes[wire]
+        return [(server.wire, seconds) for server, seconds in self._route(wire)]
 
     def send(self, wire: Wire, arrived: Callable[[], object]) -> None:
         """Hand one block over; ``arrived`` is called when the clock comes to its arrival.
@@ -69,7 +90,7 @@ class VirtualWires:
         Raises:
             ValueError: nothing connects the two tiers.
         """
-        self._start(self.route(wire), arrived)
+        self._start(self._routes.get(wire) or self._route(wire), arrived)
 
     def load(self, tier: Tier, arrived: Callable[[], object]) -> None:
         """Read one block of the prefix store into ``tier``; like ``send``, at the rate at which records are read.
@@ -77,11 +98,11 @@ class VirtualWires:
         Raises:
             ValueError: nothing connects the disk and the tier.
         """
-        (wire, seconds), *rest = self.route(Wire(Tier.DISK, tier))
+        (server, seconds), *rest = self._route(Wire(Tier.DISK, tier))
         rate = self._cost.costs.stored_bytes_per_second
         if rate is not None:
             seconds = self._cost.block_bytes / rate
-        self._start(((wire, seconds), *rest), arrived)
+        self._start(((server, seconds), *rest), arrived)
 
     def stream(self, wire: Wire, num_bytes: float, seconds: float) -> float:
         """Take a wire for bytes that attention reads; return how long they wait for what was handed over before.
@@ -91,10 +112,11 @@ class VirtualWires:
             num_bytes: that are read over it.
             seconds: that it is at work on them.
         """
-        begin = max(self.now, self._free_at.get(wire, 0.0))
-        self._free_at[wire] = begin + seconds
-        self.busy_seconds[wire] = self.busy_seconds.get(wire, 0.0) + seconds
-        self.streamed_bytes[wire] += round(num_bytes)
+        server = self._server(wire)
+        begin = max(self.now, server.free_at)
+        server.free_at = begin + seconds
+        server.busy_seconds += seconds
+        server.streamed_bytes += round(num_bytes)
         return begin - self.now
 
     def run_to(self, time: float) -> None:
@@ -122,15 +144,24 @@ class VirtualWires:
         else:
             arrived()
 
-    def _start(self, hops: tuple[Hop, ...], arrived: Callable[[], object]) -> None:
+    def _start(self, hops: tuple[_Hop, ...], arrived: Callable[[], object]) -> None:
         # Those that were handed over before are served before, so when this one's turn comes is known already.
-        wire, seconds = hops[0]
-        end = max(self.now, self._free_at.get(wire, 0.0)) + seconds
-        self._free_at[wire] = end
-        self.num_blocks[wire] += 1
-        self.busy_seconds[wire] = self.busy_seconds.get(wire, 0.0) + seconds
+        server, seconds = hops[0]
+        end = server.free_at = max(self.now, server.free_at) + seconds
+        server.num_blocks += 1
+        server.busy_seconds += seconds
         self._num_events += 1
         heapq.heappush(self._events, (end, self._num_events, hops[1:], arrived))
+
+    def _server(self, wire: Wire) -> _Server:
+        if wire not in self._servers:
+            self._servers[wire] = _Server(wire)
+        return self._servers[wire]
+
+    def _route(self, wire: Wire) -> tuple[_Hop, ...]:
+        if wire not in self._routes:
+            self._routes[wire] = tuple((self._server(hop), self._seconds(hop)) for hop in self._hops(wire))
+        return self._routes[wire]
 
     def _hops(self, wire: Wire) -> Sequence[Wire]:
         source, destination = wire

@@ -1,6 +1,7 @@
 """``tierkv plan``: what is refused, what is printed, and what its JSON holds."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -33,6 +34,8 @@ def ask(cli, *args):
             ["--model", "llama-3.1-8b", "--profile", "h100", "--device-budget", "1TiB"],
             ["not possible", "leave 64.11GiB"],
         ),
+        (["--model", "llama-3.1-8b", "--profile", "h100", "--host-budget", "500TiB"], ["--host-budget", "1.81TiB"]),
+        (["--model", "llama-3.1-8b", "--disk-budget", "1TiB"], ["--disk-budget", "--profile"]),
         (["--model", "llama-3.1-8b", "--devices", "2"], ["--devices", "--profile"]),
         (["--model", "llama-3.1-70b", "--profile", "h100"], ["131.41GiB", "--devices 2"]),
         (["--model", "llama-3.1-8b", "--mix", "8k"], ["--mix", "'8k'"]),
@@ -53,6 +56,45 @@ def test_a_model_without_a_kv_cache_is_one_line(cli, tmp_path):
     assert_one_line_error(cli("plan", "--model", path), str(path), "bert has no KV cache")
     path.write_text("{")
     assert_one_line_error(cli("plan", "--model", tmp_path), str(path), "not JSON at line 1")
+
+
+MEASURED = """
+[measured]
+model = "SmolLM2-135M"
+dtype = "bfloat16"
+layers = 30
+block_bytes = 737280
+step_seconds = 0.05
+token_seconds = 0.001
+kv_bytes_per_second = { device = 6e9 }
+wires = { disk_to_device = { latency_seconds = 1e-5, bytes_per_second = 1e9 } }
+"""
+
+
+def test_a_measured_machine_plans_what_was_not_measured_too(cli, tmp_path):
+    """A fit has no copies to the disk; the plan needs them for a batch that does not stay on the device."""
+    from pathlib import Path
+
+    import tierkv.hardware
+
+    laptop = Path(tierkv.hardware.__file__).with_name("profiles") / "laptop.toml"
+    mine = tmp_path / "mine.toml"
+    mine.write_text(laptop.read_text() + MEASURED)
+    asked = ("--model", "smollm2", "--context", "8k", "--device-budget", "64MiB")
+    found = ask(cli, *asked, "--profile", mine)["estimates"]["stream"]
+    assert found["terms"]["weights and launches"] == 0.05
+    assert found["ttft_terms"]["weights and launches"] == 0.05
+    assert found["terms"] != ask(cli, *asked, "--profile", "laptop")["estimates"]["stream"]["terms"]
+    batch = ask(cli, *asked, "--profile", mine, "--batch", "16", "--device-budget", "4GiB")["estimates"]["device"]
+    assert batch["terms"]["weights and launches"] >= 0.05
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
+def test_named_pipes_are_one_line(cli, tmp_path):
+    pipe = tmp_path / "pipe.toml"
+    os.mkfifo(pipe)
+    assert_one_line_error(cli("plan", "--model", "smollm2", "--profile", pipe), "pipe.toml", "no regular file")
+    assert_one_line_error(cli("plan", "--model", pipe), "pipe.toml", "no regular file")
 
 
 def test_the_contract_of_the_issue(cli):

@@ -53,7 +53,9 @@ def test_it_measures_chooses_and_writes(cli, tiny, tuned):
     assert tomllib.loads(machine.read_text(encoding="utf-8"))["measured"]["layers"] > 0
 
     # The profile is one that plan and simulate take, and the configuration one that generate takes.
-    planned = one_object(cli("plan", "--model", "smollm2-135m", "--context", 512, "--profile", machine, "--json").stdout)
+    planned = one_object(
+        cli("plan", "--model", "smollm2-135m", "--context", 512, "--profile", machine, "--json").stdout
+    )
     assert planned["profile"]
     answered = cli(
         "generate", "--model", tiny, "--config", out, "--prompt", "one two three", "--max-new-tokens", 3, "--json"

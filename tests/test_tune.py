@@ -155,6 +155,18 @@ def test_a_bad_start_is_left_behind(model, tmp_path):
     assert found.config.transfer.layers_ahead != 0
 
 
+def test_verify_runs_one_configuration_once_and_two_in_turns(model, tmp_path):
+    for machine, changed in ((Machine(), False), (Machine(readers_matter), True)):
+        config = load_config({"disk": {"path": str(tmp_path)}, "block_size": 64}, environ={})
+        tuner = Tuner(model, config, GOAL, QUICK, tmp_path, lambda _: None, probe=machine, store=machine)  # type: ignore[arg-type]
+        found = tuner.run()
+        machine.asked.clear()
+        rows = tuner.verify(found)
+        assert len(machine.asked) == (6 if changed else 3)
+        assert [row["what"] for row in rows] == ["a token, KV on device", "a token, KV on disk", "a restore"]
+        assert [row["ratio"] for row in rows] == pytest.approx([1.0, 0.8 if changed else 1.0, 1.0], abs=1e-3)
+
+
 def test_values_that_cannot_run_here_leave_what_was_there(model, tmp_path):
     class Small(Machine):
         def decode(

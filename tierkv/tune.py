@@ -217,10 +217,15 @@ class Tuner:
         }
 
     def verify(self, tuned: Tuned) -> list[dict[str, Any]]:
-        """Return rows of a short real workload with the start and with what was found: predicted and measured."""
+        """Return rows of a short real workload with the start and with what was found: predicted and measured.
+
+        Where nothing that has a say in them was changed, it runs once and counts for both.
+        """
         configs = {"start": self.start, "tuned": tuned.config}
         fits = {"start": tuned.start_fit, "tuned": tuned.fit}
         settings = {name: {key: config.value(key) for key in CONTESTED} for name, config in configs.items()}
+        if settings["start"] == settings["tuned"]:  # two runs of one thing would only show how they scatter
+            settings.pop("start")
         wheres: tuple[Residency, ...] = ("device", self._cold)
         decodes = [Decode(self.goal.context, where, own) for where in wheres for own in settings.values()]
         restores = [Restore(self.goal.context, own) for own in settings.values()]
@@ -228,14 +233,15 @@ class Tuner:
         measured: list[Point] = [*self._probe.decode(decodes, rounds), *self._store.restore(restores, rounds)]
         rows = []
         for index, label in enumerate(self.predicted(tuned)["tuned"]):
+            own = measured[index * len(settings) : (index + 1) * len(settings)]
+            points = dict(zip(configs, (own[0], own[-1]), strict=True))
             row: dict[str, Any] = {"what": label}
-            for offset, name in enumerate(settings):
-                point = measured[2 * index + offset]
+            for name, point in points.items():
                 row[name] = {
                     "predicted_seconds": round(fits[name].seconds(point), 6),
                     "measured_seconds": round(point.seconds, 6),
                 }
-            row["ratio"] = round(row["tuned"]["measured_seconds"] / row["start"]["measured_seconds"], 4)
+            row["ratio"] = round(points["tuned"].seconds / points["start"].seconds, 4)
             rows.append(row)
         return rows
 

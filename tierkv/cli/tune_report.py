@@ -61,6 +61,8 @@ def write_report(path: str, result: Mapping[str, Any], fitted: "Fit", token_byte
 
 
 def _lead(result: Mapping[str, Any]) -> str:
+    if all(contest["chosen"] == contest["rows"][0]["value"] for contest in result["contests"] if "rows" in contest):
+        return "No other value than those that were there takes clearly less time on this machine."
     if not result["verified"]:
         start, tuned = (result["predicted"][name] for name in ("start", "tuned"))
         parts = [f"{what} {_ratio(tuned[what] / seconds)}" for what, seconds in start.items()]

@@ -2,6 +2,7 @@
 
 import json
 import tomllib
+from dataclasses import replace
 
 import pytest
 
@@ -21,7 +22,9 @@ def tuned(tmp_path_factory):
     return folder, start
 
 
-def test_it_measures_chooses_and_writes(cli, tiny, tuned):
+def test_it_measures_chooses_and_writes(cli, tiny, tuned, monkeypatch):
+    fewer = replace(tune.QUICK, contexts=(0.4, 1.0), restored_sizes=(32, 64), rounds=3, finalists=1)
+    monkeypatch.setattr(tune, "QUICK", fewer)
     folder, start = tuned
     out, machine, page = folder / "t.toml", folder / "here.toml", folder / "t.html"
     done = cli(

@@ -64,6 +64,18 @@ class TierManager(TableBook):
         self._returning: WeakKeyDictionary[BlockTable, bool] = WeakKeyDictionary()
         self._room = RoomMaker(self.places, self._tables, self.shared, keep, block_size)
 
+    # -- sequences -----------------------------------------------------------------------------------------------
+
+    def share(self, table: BlockTable, keys: Sequence[bytes], ids: Sequence[int]) -> int:
+        """Begin a sequence with blocks that others have computed; see ``TableBook.share``.
+
+        Those that have moved down in the meantime come back like the blocks of a sequence that was idle.
+        """
+        found = super().share(table, keys, ids)
+        if found:
+            self._returning[table] = False
+        return found
+
     # -- steps ----------------------------------------------------------------------------------------------------
 
     def begin(self, tables: Sequence[BlockTable], count: int) -> Room | Step:
@@ -187,16 +199,6 @@ class TierManager(TableBook):
 
     def _num_cold(self) -> int:
         return sum(map(self.places.num_highest, self.promoted))
-
-    def share(self, table: BlockTable, keys: Sequence[bytes], ids: Sequence[int]) -> int:
-        """Begin a sequence with blocks that others have computed; see ``TableBook.share``.
-
-        Those that have moved down in the meantime come back like the blocks of a sequence that was idle.
-        """
-        found = super().share(table, keys, ids)
-        if found:
-            self._returning[table] = False
-        return found
 
     # -- completions ----------------------------------------------------------------------------------------------
 

@@ -5,17 +5,10 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
-
-import pytest
-
-from tierkv import publish_folder
-from tierkv.publish import Publisher
 
 CHILD = """
 import sys, torch
@@ -42,25 +35,6 @@ print("closed", flush=True)
 sys.stdin.read()
 """
 """A process with engines. Each number on its standard input is a forward of so many tokens; ``close`` closes them."""
-
-
-def private_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the folder that stands for ``$XDG_RUNTIME_DIR``; the other place is a folder of this test's own too."""
-    folder = tmp_path / "run"
-    folder.mkdir(mode=0o700)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
-    monkeypatch.setattr(publish_folder, "SHARED", tmp_path)
-    return folder
-
-
-@contextmanager
-def own_publisher(runtime: Path) -> Iterator[Publisher]:
-    """Give a publisher of a test's own, and make sure that nothing of it is left."""
-    one = Publisher()
-    yield one
-    one.close()
-    assert not list(runtime.rglob("*.sock"))
-    assert not [thread for thread in threading.enumerate() if thread.name == "tierkv-publish"]
 
 
 def own_socket(runtime: Path) -> Path:

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from tests.publishing import Client, own_publisher, own_socket, private_places, wait_until
+from tests.publishing import Client, own_socket, wait_until
 from tierkv import publish
 from tierkv.errors import ConfigError
 from tierkv.publish import Publisher
@@ -17,17 +17,6 @@ from tierkv.testing.ctrl_c import interrupts
 from tierkv.testing.engines import PlainCache, forward, random_tokens, small_engine, small_layout
 
 LAYOUT = small_layout("plain")
-
-
-@pytest.fixture
-def runtime(tmp_path, monkeypatch):
-    return private_places(tmp_path, monkeypatch)
-
-
-@pytest.fixture
-def publisher(runtime):
-    with own_publisher(runtime) as one:
-        yield one
 
 
 @pytest.fixture

@@ -4,26 +4,16 @@ import json
 import os
 import socket
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from tests.publishing import Client, own_publisher, own_socket, private_places, wait_until
+from tests.publishing import Client, own_socket, wait_until
 from tierkv import publish_server
 from tierkv.testing.engines import random_tokens, small_engine, small_layout
 
 LAYOUT = small_layout("plain")
-
-
-@pytest.fixture
-def runtime(tmp_path, monkeypatch):
-    return private_places(tmp_path, monkeypatch)
-
-
-@pytest.fixture
-def publisher(runtime):
-    with own_publisher(runtime) as one:
-        yield one
 
 
 @pytest.fixture
@@ -104,15 +94,15 @@ def test_silent_and_stuck_clients_are_dropped(publisher, runtime, engine, monkey
 
 def test_who_was_silent_longest_makes_room(publisher, runtime, engine):
     publisher.add(engine, "tiny")
-    crowd = [Client(own_socket(runtime)) for _ in range(publish_server.MOST_CLIENTS)]
-    assert crowd[0].ask()["pid"] == os.getpid()
-    with Client(own_socket(runtime)) as late:
-        assert late.ask()["pid"] == os.getpid()
-        assert crowd[1].line() == b""
-        assert crowd[0].ask()["pid"] == os.getpid()
-        assert len(publisher._server._clients) == publish_server.MOST_CLIENTS
-    for client in crowd:
-        client.connection.close()
+    with ExitStack() as crowd:
+        clients = [crowd.enter_context(Client(own_socket(runtime))) for _ in range(publish_server.MOST_CLIENTS)]
+        wait_until(lambda: len(publisher._server._clients) == publish_server.MOST_CLIENTS)
+        assert clients[0].ask()["pid"] == os.getpid()
+        with Client(own_socket(runtime)) as late:
+            assert late.ask()["pid"] == os.getpid()
+            assert clients[1].line() == b""
+            assert clients[0].ask()["pid"] == os.getpid()
+            assert len(publisher._server._clients) == publish_server.MOST_CLIENTS
 
 
 def test_a_thousand_snapshots_leave_no_descriptor(publisher, runtime, engine):

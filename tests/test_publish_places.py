@@ -5,23 +5,12 @@ import os
 
 import pytest
 
-from tests.publishing import Client, own_publisher, private_places
+from tests.publishing import Client
 from tierkv import publish_folder
 from tierkv.publish import Publisher
 from tierkv.testing.engines import small_engine, small_layout
 
 LAYOUT = small_layout("plain")
-
-
-@pytest.fixture
-def runtime(tmp_path, monkeypatch):
-    return private_places(tmp_path, monkeypatch)
-
-
-@pytest.fixture
-def publisher(runtime):
-    with own_publisher(runtime) as one:
-        yield one
 
 
 @pytest.fixture

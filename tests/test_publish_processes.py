@@ -11,22 +11,11 @@ from typing import Any
 
 import pytest
 
-from tests.publishing import CHILD, Client, EngineProcess, own_publisher, own_socket, private_places, wait_until
+from tests.publishing import CHILD, Client, EngineProcess, own_socket, wait_until
 from tierkv.errors import ConfigError
 from tierkv.testing.engines import small_engine, small_layout
 
 LAYOUT = small_layout("plain")
-
-
-@pytest.fixture
-def runtime(tmp_path, monkeypatch):
-    return private_places(tmp_path, monkeypatch)
-
-
-@pytest.fixture
-def publisher(runtime):
-    with own_publisher(runtime) as one:
-        yield one
 
 
 @pytest.fixture

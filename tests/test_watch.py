@@ -9,15 +9,10 @@ from dataclasses import replace
 
 import pytest
 
-from tests.publishing import EngineProcess, private_places
+from tests.publishing import EngineProcess
 from tierkv import watch
 from tierkv.metrics import Counters, Stats, TierStats
 from tierkv.watch import EngineSnapshot, ProcessSnapshot, WatchError, look_around, rates, rates_between, read_snapshot
-
-
-@pytest.fixture
-def runtime(tmp_path, monkeypatch):
-    return private_places(tmp_path, monkeypatch)
 
 
 @contextmanager

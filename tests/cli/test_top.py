@@ -16,12 +16,7 @@ from contextlib import contextmanager
 import pytest
 
 from tests.cli.commands import assert_one_line_error, finish, one_object
-from tests.publishing import EngineProcess, private_places
-
-
-@pytest.fixture
-def runtime(tmp_path, monkeypatch):
-    return private_places(tmp_path, monkeypatch)
+from tests.publishing import EngineProcess
 
 
 @pytest.fixture

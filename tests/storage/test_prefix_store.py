@@ -1,6 +1,7 @@
 """PrefixStore where nothing goes wrong: found, read, put, shared."""
 
 import threading
+import time
 
 import pytest
 

@@ -94,15 +94,17 @@ def sockets(folder: Path) -> list[Path]:
         return []
 
 
-def remove_dead(folder: Path) -> list[Path]:
+def remove_dead(folder: Path, *, own: Path) -> list[Path]:
     """Remove the sockets that processes left behind which died; return them.
+
+    ``own`` is the caller's: asked whether it is alive, it would take a client's place for it.
 
     Raises:
         FolderRefused: the folder is not private.
     """
     young = time.time() - _BEING_BORN_SECONDS
     removed = []
-    for path in [*sockets(folder), *folder.glob(".tierkv-*")]:
+    for path in {*sockets(folder), *folder.glob(".tierkv-*")} - {own}:
         with suppress(OSError):
             if (not path.name.startswith(".") or path.lstat().st_mtime < young) and remove_if_dead(path):
                 removed.append(path)

@@ -117,7 +117,7 @@ class SocketServer:
 
     def _run(self) -> None:
         try:
-            remove_dead(self.path.parent)
+            remove_dead(self.path.parent, own=self.path)
             while not self._stops and self._is_wanted(self):
                 for key, _ in self._selector.select(self._wait_seconds()):
                     if key.fileobj is self._listener:

@@ -124,7 +124,9 @@ def test_what_transformers_answers(both, lab, call):
         cache.reset()
 
 
-@pytest.mark.parametrize("given", ["x", 5, [], (), ((1, 2),), {}, object()], ids=repr)
+@pytest.mark.parametrize(
+    "given", ["x", 5, [], (), ((1, 2),), {}, object()], ids=lambda given: repr(given).partition(" at ")[0]
+)
 @pytest.mark.parametrize("name", ["cache", "past_key_values"])
 def test_what_is_no_cache(both, given, name):
     model, _ = both

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from unittest.mock import Mock
 
 import pytest
 
@@ -122,11 +123,11 @@ def test_a_long_chain_is_matched_in_one_look_at_the_index(tmp_path, monkeypatch)
     blocks = chain(1, 250, 2000)
     with prefixes(tmp_path) as store:
         put_all(store, blocks)
-        index, looks = store._parts.index, []
-        read = index.read
-        monkeypatch.setattr(index, "read", lambda: looks.append(1) or read())
+        index = store._parts.index
+        look = Mock(wraps=index.read)
+        monkeypatch.setattr(index, "read", look)
         assert len(store.match(NAMESPACE, keys_of(blocks))) == 250
-        assert len(looks) == 1
+        look.assert_called_once_with()
 
 
 # -- putting ----------------------------------------------------------------------------------------------------------

@@ -1,21 +1,25 @@
 """Predicted against measured: the cost model is fitted to some points of this machine and asked for others.
 
 All points, those to fit and those to check, are measured in the same rounds. The disk's rate belongs to the run: restores are
-predicted with the plain read that was measured beside them.
+predicted with the plain read that was measured beside them. Then a small trace is served and simulated with the same costs.
 """
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
 from transformers import PreTrainedModel
 
 from tierkv.benchmarks.filled import layout_of
+from tierkv.benchmarks.predict_served import Trace
+from tierkv.benchmarks.predict_simulated import KINDS, compare
 from tierkv.benchmarks.probe import RESIDENCIES, Decode, Probe
 from tierkv.benchmarks.probe_store import Restore, StoreProbe
+from tierkv.cost import Costs, Line
 from tierkv.fit import Fit, Point, fit
+from tierkv.tier import Tier, Wire
 
 BOUNDS: Final = {"median_abs_error": 0.2, "max_abs_error": 0.4}
 """What the errors of points that were not fitted must stay within."""
@@ -33,6 +37,8 @@ class Plan:
         fit_prefills: forwards that are fitted, as ``(tokens, past)``.
         test_prefills: those that are predicted.
         rounds: timed repeats of each.
+        written: tokens of a prefix that is written, to know that rate too.
+        trace: that is served and simulated.
     """
 
     fit_contexts: tuple[int, ...] = (500, 3000, 9000)
@@ -42,12 +48,15 @@ class Plan:
     fit_prefills: tuple[tuple[int, int], ...] = ((128, 0), (512, 0), (2048, 0), (512, 2048))
     test_prefills: tuple[tuple[int, int], ...] = ((256, 0), (1024, 0), (1024, 1024))
     rounds: int = 7
+    written: int = 2000
+    trace: Trace = field(default_factory=Trace)
 
     @property
     def steps(self) -> int:
         """How often ``measure`` calls ``advance``."""
         decoded = len(RESIDENCIES) * (len(self.fit_contexts) + len(self.test_contexts))
-        return decoded + len(self.fit_restores) + len(self.test_restores) + 3 * self.rounds
+        served = self.trace.rounds * (1 + self.trace.requests)
+        return decoded + len(self.fit_restores) + len(self.test_restores) + 3 * self.rounds + served
 
 
 Row = dict[str, Any]
@@ -67,7 +76,7 @@ def measure(
 
     Returns:
         ``rows`` (predicted and measured, of points that were not fitted), ``fit_rows`` (of those that were),
-        ``median_abs_error`` and ``max_abs_error`` of ``rows``, ``costs`` and ``fit_errors``.
+        ``median_abs_error`` and ``max_abs_error`` of ``rows``, ``costs``, ``fit_errors`` and what else is known of the ``trace``.
 
     Raises:
         TierKVError: something does not fit, or the store failed.
@@ -99,15 +108,31 @@ def measure(
     parts = (rows[: len(decoded)], rows[len(decoded) : len(decoded) + len(prefilled)], rows[-len(restored) :])
     fit_rows = [row for part, count in zip(parts, first, strict=True) for row in part[:count]]
     test_rows = [row for part, count in zip(parts, first, strict=True) for row in part[count:]]
+    written = StoreProbe(model, folder).write([Restore(plan.written, size)], plan.trace.rounds, advance)
+    costs = with_writes(fitted.costs, plan.written * probe.token_bytes / written[0], cuda=model.device.type == "cuda")
+    served = compare(model, plan.trace, costs, folder, block_size, advance)
+    test_rows += served.pop("rows")
     return {
         "rows": test_rows,
         "fit_rows": fit_rows,
         **summary(test_rows),
-        "by_kind": {kind: summary([row for row in test_rows if row["kind"] == kind]) for kind in fitted.errors},
+        "by_kind": {
+            kind: summary([row for row in test_rows if row["kind"] == kind]) for kind in (*fitted.errors, *KINDS)
+        },
+        "trace": served,
         "fit_errors": {kind: asdict(errors) for kind, errors in fitted.errors.items()},
         "costs": describe(fitted),
         "raw_read_bytes_per_second": round(fitted.raw_bytes_per_second),
     }
+
+
+def with_writes(costs: Costs, bytes_per_second: float, *, cuda: bool) -> Costs:
+    """Return costs that know the way down too: the store's own rate, and of a GPU the cable that is known the other way."""
+    above = Tier.HOST if cuda else Tier.DEVICE
+    wires = {**costs.wires, Wire(above, Tier.DISK): Line(0.0, bytes_per_second)}
+    if cuda:
+        wires.setdefault(Wire(Tier.DEVICE, Tier.HOST), wires[Wire(Tier.HOST, Tier.DEVICE)])
+    return replace(costs, wires=wires)
 
 
 def summary(rows: Sequence[Row]) -> dict[str, Any]:

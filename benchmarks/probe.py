@@ -90,7 +90,7 @@ class Probe:
                     times[number].append(self._timed(step))
                 advance()
             return [
-                DecodePoint(_lying(own), size, self._pick(some), _read_of(own))
+                DecodePoint(_lying(own), size, self._pick(some), read_of(own.engine))
                 for own, size, some in zip(places, sizes, times, strict=True)
             ]
 
@@ -180,9 +180,8 @@ def merged(config: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
     return result
 
 
-def _read_of(own: Filled) -> Read:
-    """Return how attention reads host memory."""
-    engine = own.engine
+def read_of(engine: Any) -> Read:
+    """Return how an engine's attention reads host memory."""
     return "stream" if engine.stores.host_is_read(engine.config.attention.cold_read) == "streamed" else "compute"
 
 

@@ -44,7 +44,8 @@ def predict(
 
     Decoded tokens over synthetic K and V, at several contexts, with all KV on the device, a quarter there and the rest in host
     memory, or a quarter there and the rest on disk; prefills; and restores of prefixes from a store whose pages are not in
-    memory. The errors are those of points that were not fitted. Some minutes on two cores.
+    memory. Then a small trace of conversations, served by a real engine and by the simulator. The errors are those of points
+    that were not fitted. Some minutes on two cores.
     """
     options.one_of(dtype, DTYPES, "--dtype")
     check_fitting()
@@ -102,7 +103,7 @@ def _print(result: dict[str, Any]) -> None:
     for name in ("what", "tokens", "where", "predicted", "measured", "error"):
         table.add_column(name, justify="left" if name in ("what", "where") else "right", no_wrap=True)
     for row in result["rows"]:
-        behind = f"behind {row['past']:,}" if row.get("past") else ""
+        behind = f"behind {row['past']:,}" if row.get("past") else f"found {row['found']:,}" if "found" in row else ""
         table.add_row(
             row["kind"], f"{row.get('context', row.get('tokens')):,}", row.get("residency", behind),
             f"{1e3 * row['predicted_seconds']:,.1f} ms", f"{1e3 * row['measured_seconds']:,.1f} ms", f"{row['error']:+.0%}",
@@ -112,6 +113,12 @@ def _print(result: dict[str, Any]) -> None:
     out.print(
         f"\nerrors of what was not fitted: median {result['median_abs_error']:.0%} (bound {bounds['median_abs_error']:.0%}), "
         f"worst {result['max_abs_error']:.0%} (bound {bounds['max_abs_error']:.0%})",
+        soft_wrap=True,
+    )
+    together = result["trace"]["together"]
+    out.print(
+        f"the trace as a whole: predicted {together['predicted_seconds']:.1f} s, measured {together['measured_seconds']:.1f} s "
+        f"({together['error']:+.0%})",
         soft_wrap=True,
     )
     costs = result["costs"]

@@ -278,3 +278,43 @@ def test_without_its_libraries_a_page_says_what_to_install(missing):
     assert done.returncode == 0, done.stderr
     line = f'ConfigError a report page needs {missing}; install the extra with pip install "tierkv-cache[report]"'
     assert done.stdout.splitlines() == ["", line, line]
+
+
+# -- plots as files ---------------------------------------------------------------------------------------------------
+
+
+def test_every_plot_becomes_a_picture_of_its_own(tmp_path):
+    page = Page("A page")
+    page.section("First")
+    lines = {"a <b> & c": [(1.0, 1.0), (2.0, 3.0)], "another": [(1.0, 2.0), (2.0, 1.0)]}
+    page.plot(line_chart('Memory: "all" & <more>', "context", "bytes", lines, y_format="bytes"))
+    page.section("Second")
+    page.plot(
+        heat_map("Scores", "x", "y", ["1", "2"], ["0"], [[0.0, 1.0]], value_label="score", value_format="percent")
+    )
+    page.plot(line_chart("Nothing", "x", "y", {}))
+    folder = tmp_path / "plots"
+    files = page.write_plots(folder)
+    assert [path.name for path in files] == ["01-memory-all-more.svg", "02-scores.svg"]
+    first, second = (ET.fromstring(path.read_text()) for path in files)
+    words = ["".join(one.itertext()) for one in first.iter("{http://www.w3.org/2000/svg}text")]
+    assert {'Memory: "all" & <more>', "a <b> & c", "another", "context"} <= set(words)
+    assert {"Scores", "score: 0%", "100%"} <= {
+        "".join(one.itertext()) for one in second.iter() if one.tag.endswith("text")
+    }
+    for path in files:
+        text = path.read_text()
+        for name in set(re.findall(r"var\((--[a-z0-9-]+)", text)):
+            assert text.count(f"{name}: #") == 2, "a value for the light and one for the dark"
+    other = Page("A shorter page")
+    other.plot(line_chart("Only", "x", "y", lines))
+    other.write_plots(folder)
+    assert [path.name for path in sorted(folder.iterdir())] == ["01-only.svg"]
+
+
+def test_a_folder_that_cannot_be_made_for_plots_is_one_line(tmp_path):
+    page = Page("A page")
+    page.plot(line_chart("Only", "x", "y", {"a": [(1.0, 1.0)]}))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="file"):
+        page.write_plots(tmp_path / "file")

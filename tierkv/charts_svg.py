@@ -40,6 +40,15 @@ _VARIABLES: Final = {
     PAPER: "--paper",
     ON_STRONG: "--on-strong",
 }
+_DARK: Final = {
+    **dict(zip((f"--c{number}" for number in range(1, 9)), (
+        "#3f9fe0", "#f0793a", "#25c196", "#dd95bd", "#f2b336", "#8fd0f7", "#e6d94a", "#9aa6b2"), strict=True)),
+    "--ink": "#e4e8ec",
+    "--muted": "#9ba7b3",
+    "--rule": "#333c45",
+    "--paper": "#14181c",
+    "--on-strong": "#111114",
+}  # fmt: skip
 _SETTINGS: Final[dict[Any, Any]] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "tierkv",
@@ -60,6 +69,16 @@ _DROPPED: Final = {f"{_SVG}metadata", f"{_SVG}style"}
 _COLOUR: Final = re.compile(r"#[0-9a-f]{6}\b")
 _REFERENCE: Final = re.compile(r"url\(#([^)]+)\)")
 _FONT_SIZE: Final = re.compile(r"font(?:-size)?: (?:[a-z0-9]+ )*?([\d.]+)px")
+
+
+def palette() -> str:
+    """Return the style sheet that gives the variables their values: those of the drawing, and others in dark mode."""
+
+    def rule(values: Mapping[str, str]) -> str:
+        return f":root {{ {' '.join(f'{name}: {colour};' for name, colour in values.items())} }}"
+
+    light = {name: colour for colour, name in _VARIABLES.items()}
+    return f"{rule(light)}\n@media screen and (prefers-color-scheme: dark) {{ {rule(_DARK)} }}"
 
 
 @contextmanager

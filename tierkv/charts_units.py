@@ -6,6 +6,7 @@ scale_of("bytes", 3 * 2**30)     ->  (2**30, "GiB"): what all numbers of one axi
 """
 
 import math
+import re
 import unicodedata
 from typing import Any, Final, Literal, get_args
 
@@ -111,6 +112,11 @@ def storable(text: str) -> str:
         c if c in "\n\t" or _is_storable(ord(c)) else " " if c in "\r\v\f" else "\N{REPLACEMENT CHARACTER}"
         for c in text
     )
+
+
+def address(title: str) -> str:
+    """Return a title as a part of an address or of the name of a file."""
+    return re.sub(r"[^a-z0-9]+", "-", plain(title).lower()).strip("-")[:40].rstrip("-")
 
 
 def width_of(text: str) -> float:

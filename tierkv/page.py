@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
 from tierkv.charts_data import Cell, Chart, Number
-from tierkv.charts_units import MISSING, format_value, plain, storable
+from tierkv.charts_units import MISSING, address, format_value, plain, storable
 from tierkv.errors import ConfigError
 from tierkv.sizes import show
 
@@ -108,8 +108,7 @@ class Page:
             text: its first paragraphs; an empty line separates them.
         """
         paragraphs = [plain(part) for part in re.split(r"\n\s*\n", text) if part.strip()]
-        words = re.sub(r"[^a-z0-9]+", "-", plain(title).lower()).strip("-")[:40].rstrip("-")
-        anchor = "-".join(filter(None, ("section", str(len(self._sections)), words)))
+        anchor = "-".join(filter(None, ("section", str(len(self._sections)), address(title))))
         self._sections.append(_Section(plain(title), paragraphs, anchor))
 
     def facts(self, facts: Mapping[str, Cell]) -> None:
@@ -157,6 +156,7 @@ class Page:
         from markupsafe import Markup
 
         from tierkv.charts_draw import draw
+        from tierkv.charts_svg import palette
 
         # Finished, so that a template cannot mistake a picture for text, nor text for a picture.
         def picture(figure: _Figure) -> "Picture | None":
@@ -171,6 +171,7 @@ class Page:
         named = [section for section in self._sections if section.title]
         return template.render(
             title=self.title,
+            palette=palette(),
             lead=self._lead,
             footer=self._footer,
             sections=self._sections,
@@ -195,6 +196,24 @@ class Page:
                 beside.unlink(missing_ok=True)
         except OSError as error:
             raise _unwritable(path, error.strerror or str(error)) from None
+
+    def write_plots(self, folder: str | Path) -> list[Path]:
+        """Write every plot to a file of its own, ``NUMBER-TITLE.svg``, for use elsewhere; return the files.
+
+        Args:
+            folder: made if it is missing; plots of a page that was there before are removed.
+
+        Raises:
+            ConfigError: a file cannot be written; one line says why.
+        """
+        from tierkv.charts_file import write_files
+
+        blocks = [block for section in self._sections for block in section.blocks]
+        charts = {block.number: block.chart for block in blocks if isinstance(block, _Figure)}
+        try:
+            return write_files(Path(folder), charts)
+        except OSError as error:
+            raise _unwritable(folder, error.strerror or str(error)) from None
 
     @staticmethod
     def check_writable(path: str | Path) -> None:

@@ -70,7 +70,7 @@ def test_close_with_a_stuck_disk_sheds_what_waits_and_a_later_open_ends_it(tmp_p
             store.put(NAMESPACE, block)
         began = time.monotonic()
         store.close()
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 10
         assert "stays open" in caplog.text
         assert store._tally.get("shed") >= 40 - 16
         with pytest.raises(ClosedError):

@@ -15,12 +15,15 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from tierkv.benchmarks.longcontext_rows import ROWS_FILE, SETTINGS_FILE, Key, Row, RowLog, compare
 from tierkv.benchmarks.longcontext_settings import Settings, is_exact, is_tiered
 from tierkv.benchmarks.restore_process import Child
 from tierkv.errors import ConfigError, TierKVError
+
+if TYPE_CHECKING:
+    from tierkv.benchmarks.longcontext_wires import Rates
 
 CHILD: Final = "tierkv.benchmarks.longcontext_child"
 MOST_ENDS: Final = 2
@@ -32,7 +35,7 @@ _EMPTY: Final[Row] = {
     "inter_token_seconds": None, "tokens_per_second": None, "new_tokens": None, "tier_peak_bytes": None,
     "tier_capacity_bytes": None, "tier_blocks": None, "moved_bytes": None, "stall_seconds": None, "copy_seconds": None,
     "prefix_hit_ratio": None, "prefix_tokens": None, "read_path": None, "block_size": None, "peak_rss_bytes": None,
-    "rss_before_bytes": None, "peak_rss_since": None, "peak_device_memory_bytes": None, "error": None,
+    "rss_before_bytes": None, "peak_rss_since": None, "peak_device_memory_bytes": None, "wires": None, "error": None,
 }  # fmt: skip
 """What every row has, in this order; None where a cache has no such thing."""
 
@@ -46,6 +49,7 @@ class Session:
     Attributes:
         facts: about the model and the machine.
         left_out: caches that cannot run here, and why.
+        rates: what plain copies reach on this machine, by wire; None where no wire is to be measured.
         plan: the rows that there will be, by length: their ``task``, ``sample``, ``depth`` and ``prompt_tokens``.
         log: the rows that there are.
     """
@@ -151,6 +155,8 @@ class Session:
         self.left_out: dict[str, str] = self._spare.ask("left_out", caches=list(self.settings.caches))
         plan = self._spare.ask("plan", **self._plan_arguments())
         self.plan: dict[int, list[dict[str, Any]]] = {int(length): items for length, items in plan.items()}
+        to_come = any(is_tiered(key.cache) for key in self.missing)
+        self.rates: Rates | None = self._spare.ask("wires", folder=str(self.folder)) if to_come else None
 
     def _load(self, child: Child) -> Any:
         return child.ask("load", model=self.settings.model, dtype=self.settings.dtype, folder=str(self.folder))
@@ -209,7 +215,7 @@ class Session:
             except BaseException:
                 child.close()
                 raise
-        arguments = {"folder": str(self.folder / _TIERS), "plan": self._plan_arguments()}
+        arguments = {"folder": str(self.folder / _TIERS), "plan": self._plan_arguments(), "rates": self.rates}
         try:
             return child, child.ask("begin", cache=cache, length=length, **arguments)["share"]
         except BaseException:

@@ -12,6 +12,7 @@ from transformers import DynamicCache, QuantizedCache, StaticCache
 
 import tierkv
 from tierkv.benchmarks.longcontext_settings import LOSSY, REFERENCE, TIERED, config_file, is_tiered
+from tierkv.benchmarks.longcontext_wires import Rates, wires_of
 from tierkv.config import CacheConfig, load_config
 from tierkv.errors import CapacityError, ConfigError
 from tierkv.integrations.hf_compat import block_layout
@@ -36,11 +37,13 @@ class Subject:
         cache: what ``generate`` is given.
         engine: where it is tierkv's.
         before: counters of the engine when the conversation began.
+        rates: what plain copies reach on this machine, by wire, where that was measured.
     """
 
     cache: Any
     engine: Any = None
     before: Stats = field(default_factory=dict)
+    rates: Rates | None = None
 
     def measures(self) -> Stats:
         """Return what is known of where the KV lay, since the conversation began; call it before the cache closes."""
@@ -59,6 +62,7 @@ class Subject:
             "moved_bytes": {
                 wire: moved - before["moved_bytes"].get(wire, 0) for wire, moved in stats["moved_bytes"].items()
             },
+            "wires": wires_of(stats, before, self.rates),
             "stall_seconds": round(counters["stall_seconds"] - before["counters"]["stall_seconds"], 6),
             "copy_seconds": round(counters["copy_seconds"] - before["counters"]["copy_seconds"], 6),
             "prefix_hit_ratio": round(used / prompt, 6) if lookups and prompt else None,
@@ -71,7 +75,7 @@ class Subject:
 class Caches:
     """Makes the caches of one kind, for conversations of up to so many tokens."""
 
-    def __init__(self, model: Any, name: str, tokens: int, folder: Path) -> None:
+    def __init__(self, model: Any, name: str, tokens: int, folder: Path, rates: Rates | None = None) -> None:
         """Find the settings.
 
         Args:
@@ -79,6 +83,7 @@ class Caches:
             name: of the cache.
             tokens: the most that a conversation comes to.
             folder: for tierkv's disk tier.
+            rates: what plain copies reach on this machine, by wire.
 
         Raises:
             ConfigError: tierkv's configuration is impossible here.
@@ -88,6 +93,7 @@ class Caches:
         self._model = model
         self._name = name
         self._tokens = tokens
+        self._rates = rates
         self._engine: Any = None
         self.share: float | None = None
         self._config: CacheConfig | None = None
@@ -113,7 +119,7 @@ class Caches:
         try:
             before = self._engine.stats().as_dict()
             cache = self._engine.new_cache()
-            yield Subject(cache, self._engine, before)
+            yield Subject(cache, self._engine, before, self._rates)
         finally:
             if cache is not None:
                 cache.close()

@@ -3,6 +3,7 @@
 load     the model, and facts about it
 plan     which rows there will be
 begin    take a cache and a length, and warm up
+wires    what plain copies reach on this machine
 sample   run one conversation; its row, or the error in its place
 """
 
@@ -19,7 +20,9 @@ from tierkv.benchmarks import longcontext_trace, machine
 from tierkv.benchmarks.longcontext_caches import Caches, Subject, why_not
 from tierkv.benchmarks.longcontext_memory import PeakMemory
 from tierkv.benchmarks.longcontext_prompts import Item, Prompts, describe
+from tierkv.benchmarks.longcontext_rates import machine_rates
 from tierkv.benchmarks.longcontext_timing import Clock, times_of
+from tierkv.benchmarks.longcontext_wires import Rates
 from tierkv.benchmarks.restore_process import serve
 from tierkv.errors import ConfigError, TierKVError
 from tierkv.integrations.hf_compat import block_layout
@@ -101,7 +104,11 @@ class LongContext:
             )
         return describe(items)
 
-    def begin(self, cache: str, length: int, folder: str, plan: Answer) -> Answer:
+    def wires(self, folder: str) -> Rates:
+        """Return what plain copies reach here, by wire; see ``machine_rates``."""
+        return machine_rates(self.model.device, Path(folder))
+
+    def begin(self, cache: str, length: int, folder: str, plan: Answer, rates: Rates | None = None) -> Answer:
         """Take a cache and a length.
 
         Args:
@@ -109,6 +116,7 @@ class LongContext:
             length: of every conversation, at most.
             folder: for disk tiers.
             plan: arguments of ``plan``, where this process was not asked for it.
+            rates: what ``wires`` returned.
 
         Returns:
             ``share``: of the KV that tierkv's memory tiers take, where it was chosen here.
@@ -122,7 +130,7 @@ class LongContext:
         items = self.prompts.of(length, self.lengths)
         self.items = {(item.task, item.sample): item for item in items}
         self.end_token = self.model.generation_config.eos_token_id
-        self.caches = Caches(self.model, cache, length, Path(folder))
+        self.caches = Caches(self.model, cache, length, Path(folder), rates)
         self.task = ""
         try:
             self._warm_up(items[0])
@@ -214,7 +222,7 @@ class LongContext:
             self._generate(ids[:-_AGAIN], _AGAIN, subject.cache, clock)
         if len(clock.times) < _AGAIN:
             return None
-        token = longcontext_trace.Span(longcontext_trace.MODEL, "token", *clock.times[-2:])
+        token = longcontext_trace.Span(longcontext_trace.MODEL, longcontext_trace.TOKEN, *clock.times[-2:])
         return longcontext_trace.chrome_trace(spans, token, {"tokens before": len(ids) - 1})
 
     def _without_end(self, answer: list[int]) -> list[int]:
@@ -236,7 +244,7 @@ def _words(error: Exception) -> str:
     return text if isinstance(error, TierKVError) else f"{type(error).__name__}: {text}"
 
 
-ASKED: Final = ("load", "left_out", "plan", "begin", "sample", "close")
+ASKED: Final = ("load", "left_out", "plan", "wires", "begin", "sample", "close")
 
 
 def main(subject: Callable[[], LongContext] = LongContext) -> None:

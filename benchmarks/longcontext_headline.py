@@ -26,7 +26,7 @@ def headline(result: Mapping[str, Any], rows: Sequence[Row]) -> list[str]:
         said.append(f"The lossy {LOSSY} cache agrees on {mean:.1%}.")
     said += [*_against(rows), *_with_prefixes(rows)]
     if errors := sum(row["error"] is not None for row in rows):
-        said.append(f"{errors} rows are errors.")
+        said.append("1 row is an error." if errors == 1 else f"{errors} rows are errors.")
     if result["missing"]:
         said.append(f"The run is not finished: {result['missing']} rows are missing.")
     return said

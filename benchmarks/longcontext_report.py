@@ -18,6 +18,7 @@ from tierkv.benchmarks.longcontext_summary import (
     mismatches,
     unchecked,
 )
+from tierkv.benchmarks.longcontext_tables import add_tables
 from tierkv.benchmarks.longcontext_trace import timeline_rows
 from tierkv.charts import Chart, Number, heat_map, line_chart, timeline
 from tierkv.charts_data import Cell
@@ -76,7 +77,7 @@ def make_page(result: Result, rows: Sequence[Row], trace: Mapping[str, Any] | No
         _answers(page, rows)
         if trace is not None:
             _token(page, trace)
-        _tables(page, found, rows)
+        add_tables(page, found, rows)
     _what_is_missing(page, rows, result)
     page.section("How to reproduce", _HONESTY)
     page.note("command", result["command"])
@@ -85,9 +86,11 @@ def make_page(result: Result, rows: Sequence[Row], trace: Mapping[str, Any] | No
 
 def _facts(result: Result) -> dict[str, Cell]:
     machine = result["machine"]
+    load = machine.get("load_average")
     return {
         "model": f"{result['model']}, {result['dtype']}, on {result['device']}",
         "machine": f"{machine['processor']}, {machine['cores']} cores, {format_value(machine['memory_bytes'], 'bytes')}",
+        "load when it began": f"{load[0]:.1f} ready to run on {machine['cores']} cores" if load else "not known",
         "accelerator": machine["accelerator"] or "none",
         "file system of disk tiers": result["file_system"],
         "versions": ", ".join(f"{name} {number}" for name, number in result["versions"].items()),
@@ -177,45 +180,6 @@ def _token(page: Page, trace: Mapping[str, Any]) -> None:
     )
 
 
-def _tables(page: Page, found: Sequence[Mapping[str, Any]], rows: Sequence[Row]) -> None:
-    page.section("All figures")
-    kinds: dict[str, Format] = {
-        "ttft_seconds": "seconds", "tokens_per_second": "number", "inter_token_p50_seconds": "seconds",
-        "inter_token_p99_seconds": "seconds", "kv_in_memory_bytes": "bytes", "peak_rss_bytes": "bytes",
-        "stall_seconds": "seconds",
-    }  # fmt: skip
-    heads = ("cache", "tokens", "rows", "errors", "score", "agreement", "first token", "tokens/s", "token p50",
-             "token p99", "KV in memory", "resident", "waited")  # fmt: skip
-    table = []
-    for cell in found:
-        spreads = (cell[name] for name in kinds)
-        figures = [Number(one.median, kind) if one else None for one, kind in zip(spreads, kinds.values(), strict=True)]
-        shares = [None if cell[name] is None else Number(cell[name], "percent") for name in ("score", "agreement")]
-        table.append((cell["cache"], format_tokens(cell["length"]), cell["rows"], cell["errors"], *shares, *figures))
-    page.table(heads, table, caption="Medians over tasks and samples.")
-    tiers = [
-        (row["cache"], format_tokens(row["length"]), row["task"], row["sample"], row["read_path"], row["block_size"],
-         *(Number(row["tier_peak_bytes"][tier], "bytes") for tier in ("device", "host", "disk")),
-         Number(sum(row["moved_bytes"].values()), "bytes"), row["prefix_tokens"])
-        for row in rows if row["moved_bytes"] is not None and row["sample"] == 0
-    ]  # fmt: skip
-    if tiers:
-        names = (
-            "cache",
-            "tokens",
-            "task",
-            "sample",
-            "reads",
-            "block",
-            "device",
-            "host",
-            "disk",
-            "moved",
-            "reused tokens",
-        )
-        page.table(names, tiers, caption="tierkv's tiers at their fullest, of the first sample of each task.")
-
-
 def _what_is_missing(page: Page, rows: Sequence[Row], result: Result) -> None:
     wrong = mismatches(rows, must_match=result["must_match"])
     failed = [row for row in rows if row["error"]]
@@ -229,19 +193,19 @@ def _what_is_missing(page: Page, rows: Sequence[Row], result: Result) -> None:
             [row["cache"], format_tokens(row["length"]), row["task"], row["sample"], row["error"]] for row in failed
         ]
         page.table(
-            ["cache", "tokens", "task", "sample", "error"], shown[:_LISTED], caption=f"{len(failed)} rows failed."
+            ["cache", "tokens", "task", "sample", "error"], shown[:_LISTED], caption=f"Rows that failed: {len(failed)}."
         )
     if result["left_out"]:
         page.table(["left out", "reason"], [[one["cache"], one["reason"]] for one in result["left_out"]])
 
 
-def _flat(row: Row) -> dict[str, Any]:
+def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in row.items():
         if name == "tokens":
             continue
         if isinstance(value, Mapping):
-            flat |= {f"{name}.{key}": one for key, one in value.items()}
+            flat |= {f"{name}.{key}": one for key, one in _flat(value).items()}
         elif isinstance(value, list):
             flat[name] = " ".join(map(str, value))
         else:

@@ -8,6 +8,7 @@ from typing import Any
 
 from tierkv.benchmarks.longcontext_rows import Row
 from tierkv.benchmarks.longcontext_settings import REFERENCE, is_exact
+from tierkv.benchmarks.longcontext_wires import sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ MEASURES: Mapping[str, Callable[[Row], float | None]] = {
 
 
 def cells(rows: Iterable[Row]) -> list[dict[str, Any]]:
-    """Return what each cache came to at each length, over all tasks and samples."""
+    """Return what each cache came to at each length, over all tasks and samples; of wires it is the sum."""
     found = []
     for (length, cache), some in by(rows, "length", "cache").items():
         cell: dict[str, Any] = {"cache": cache, "length": length, "rows": len(some)}
@@ -93,6 +94,7 @@ def cells(rows: Iterable[Row]) -> list[dict[str, Any]]:
         cell["agreement"] = statistics.fmean(agreed) if agreed else None
         for name, of in MEASURES.items():
             cell[name] = spread_of(of(row) for row in some)
+        cell["wires"] = sums([row["wires"] for row in some if row.get("wires")])
         found.append(cell)
     return found
 

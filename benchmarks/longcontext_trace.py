@@ -16,6 +16,7 @@ from tierkv.transfer import Copy, ThreadTransfers, run_here
 
 MODEL: Final = "model"
 WAITS: Final = "waits"
+TOKEN: Final = "token"
 _TO_MICROSECONDS: Final = 1e6
 _SHORTEST_WAIT: Final = 5e-6
 
@@ -102,13 +103,17 @@ def chrome_trace(spans: Sequence[Span], token: Span, about: Mapping[str, Any]) -
 
 
 def timeline_rows(trace: Mapping[str, Any]) -> dict[str, list[tuple[float, float, str]]]:
-    """Return what a trace shows as rows of ``tierkv.charts.timeline``: times in seconds."""
+    """Return what a trace shows as rows of ``tierkv.charts.timeline``: times in seconds.
+
+    The token has a row of its own: what it is made of lies in it, and would be drawn over it.
+    """
     names = {one["tid"]: one["args"]["name"] for one in trace["traceEvents"] if one["ph"] == "M"}
-    rows: dict[str, list[tuple[float, float, str]]] = {name: [] for name in names.values()}
+    rows: dict[str, list[tuple[float, float, str]]] = {name: [] for name in (TOKEN, *names.values())}
     for one in trace["traceEvents"]:
         if one["ph"] == "X":
             begin = one["ts"] / _TO_MICROSECONDS
-            rows[names[one["tid"]]].append((begin, begin + one["dur"] / _TO_MICROSECONDS, one["name"]))
+            row = TOKEN if one["name"] == TOKEN else names[one["tid"]]
+            rows[row].append((begin, begin + one["dur"] / _TO_MICROSECONDS, one["name"]))
     return rows
 
 

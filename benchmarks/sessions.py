@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import tierkv
+from tierkv.benchmarks.sessions_footprint import footprint_of
 from tierkv.benchmarks.sessions_mix import Session
 from tierkv.benchmarks.sessions_outcome import Outcome, Round, p90
 from tierkv.benchmarks.sessions_run import Advance, Conversations, Reference, generate, reference_of
@@ -110,6 +111,7 @@ def on_device(
     new_tokens: int,
     *,
     bound: float | None,
+    rounds: int = PAGED_ROUNDS,
     advance: Advance = lambda: None,
 ) -> Outcome:
     """Find out how many conversations an engine without lower tiers holds: open them until one is refused, then take turns.
@@ -121,6 +123,7 @@ def on_device(
         references: what they should answer.
         new_tokens: of every answer.
         bound: the largest p90 turn time, in seconds; None where this layout is the one to compare with.
+        rounds: that are measured where there is no bound.
         advance: called after every prefill and every turn.
     """
     outcome = Outcome()
@@ -136,14 +139,15 @@ def on_device(
             while talks.caches:
                 try:
                     talks.warm_up()
-                    if not _take_turns(talks, outcome, bound):
-                        outcome.refused = _too_slow(bound)
+                    if not take_turns(talks, outcome, bound, rounds):
+                        outcome.refused = too_slow(bound)
                 except CapacityError as error:  # prompts fit, and their turns do not
                     outcome.refused = str(error)
                 if outcome.last is not None:
+                    outcome.footprint = footprint_of(engine, talks.tables)
                     break
                 talks.close_last()
-        _conclude(talks, outcome)
+        conclude(talks, outcome)
     return outcome
 
 
@@ -185,10 +189,10 @@ def tiered(
                         continue
                     if not outcome.rounds:
                         talks.warm_up()
-                    held = _take_turns(talks, outcome, bound)
+                    held = take_turns(talks, outcome, bound)
                     say(f"{len(talks.caches)} conversations: p90 {outcome.rounds[-1].p90:.2f} s")
                     if not held:
-                        outcome.refused = _too_slow(bound)
+                        outcome.refused = too_slow(bound)
                         break
             except CapacityError as error:
                 outcome.refused = str(error)
@@ -196,13 +200,13 @@ def tiered(
                 talks.close_last()
             if threads and talks.caches:
                 outcome.threads = _together(talks, threads)
-        _conclude(talks, outcome)
+        conclude(talks, outcome)
     return outcome
 
 
-def _take_turns(talks: Conversations, outcome: Outcome, bound: float | None) -> bool:
+def take_turns(talks: Conversations, outcome: Outcome, bound: float | None, rounds: int = PAGED_ROUNDS) -> bool:
     """Measure; return whether it kept within the bound, at the second try at the latest."""
-    for _ in range(PAGED_ROUNDS if bound is None else 2):
+    for _ in range(rounds if bound is None else 2):
         seconds = talks.round()
         stats = talks.engine.stats()
         measured = Round(
@@ -221,7 +225,8 @@ def _take_turns(talks: Conversations, outcome: Outcome, bound: float | None) -> 
     return bound is None
 
 
-def _too_slow(bound: float | None) -> str:
+def too_slow(bound: float | None) -> str:
+    """Return the words of a refusal for time."""
     return f"p90 turn time above {bound:.2f} s"
 
 
@@ -239,5 +244,6 @@ def _together(talks: Conversations, threads: int) -> dict[str, Any]:
     }
 
 
-def _conclude(talks: Conversations, outcome: Outcome) -> None:
+def conclude(talks: Conversations, outcome: Outcome) -> None:
+    """Note in an outcome what was computed, and which answers differed."""
     outcome.computed, outcome.copied, outcome.unequal = talks.computed, talks.copied, talks.unequal

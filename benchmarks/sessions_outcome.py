@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tierkv.benchmarks.sessions_footprint import Footprint
+
 
 @dataclass
 class Round:
@@ -61,6 +63,7 @@ class Outcome:
         copied: prompts whose K and V came from the stock run.
         unequal: ``(open conversations, conversation)`` of every answer that differed from the stock cache's.
         threads: of the concurrent round, where one was asked for.
+        footprint: what the conversations that are held take between turns; None where none is, or nothing was allocated.
     """
 
     rounds: list[Round] = field(default_factory=list)
@@ -69,6 +72,7 @@ class Outcome:
     copied: int = 0
     unequal: list[tuple[int, int]] = field(default_factory=list)
     threads: dict[str, Any] | None = None
+    footprint: Footprint | None = None
 
     @property
     def last(self) -> Round | None:

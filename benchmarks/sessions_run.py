@@ -30,11 +30,13 @@ class Reference:
         layers: K and V of its prompt, per layer.
         answer: the tokens of its turn.
         seconds: that the turn took.
+        prefill_seconds: that its prompt took, with one token behind it.
     """
 
     layers: list[Layer]
     answer: list[int]
     seconds: float
+    prefill_seconds: float = 0.0
 
 
 def generate(model: Any, ids: Sequence[int], new_tokens: int, cache: Any) -> tuple[list[int], float]:
@@ -52,11 +54,11 @@ def generate(model: Any, ids: Sequence[int], new_tokens: int, cache: Any) -> tup
 def reference_of(model: Any, session: Session, new_tokens: int) -> Reference:
     """Run one conversation on ``DynamicCache``. tierkv must not be attached to the model."""
     cache = DynamicCache(config=model.config)
-    generate(model, session.prompt, 1, cache)
+    _, prefill_seconds = generate(model, session.prompt, 1, cache)
     # The tensors of the prompt stay as they are: the cache grows by making new ones.
     layers: list[Layer] = [(layer.keys, layer.values) for layer in cache.layers]  # type: ignore[misc]
     answer, seconds = generate(model, session.turn, new_tokens, cache)
-    return Reference(layers, answer, seconds)
+    return Reference(layers, answer, seconds, prefill_seconds)
 
 
 @dataclass
@@ -135,6 +137,11 @@ class Conversations:
         """End all."""
         while self.caches:
             self.close_last()
+
+    @property
+    def tables(self) -> list[Any]:
+        """The block table of every open conversation."""
+        return [table for cache in self.caches for table in cache.sequences.tables]
 
     def warm_up(self) -> None:
         """Run one turn that nobody times: it loads kernels."""

@@ -171,9 +171,19 @@ class AttentionSwitch:
                 changed = True
             yield
         finally:
-            with deferred_interrupt():
-                if changed:
-                    self._change(-change)
+            # Ctrl-C on the way into the deferral would leave the name in the config for good: so once more.
+            pressed: BaseException | None = None
+            while changed:
+                try:
+                    with deferred_interrupt():
+                        changed = False
+                        self._change(-change)
+                except BaseException as error:
+                    if not changed:
+                        raise
+                    pressed = error
+            if pressed is not None:
+                raise pressed
 
     def _change(self, change: int) -> None:
         with self._lock:

@@ -121,6 +121,9 @@ class Stats:
     """One sentence on what the tiers did for this run, or why they gained nothing."""
     counters: Counters = field(default_factory=Counters)
     prefix: PrefixStats = field(default_factory=PrefixStats)
+    moved_seconds: dict[str, float | None] = field(default_factory=dict)
+    """Seconds in which each wire of ``moved_bytes`` was at work: at least one copy of it ran. What goes to the disk is over
+    when the store has taken it, into its queue. None where nobody measures it (CUDA)."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain dicts and numbers, ready for JSON."""

@@ -1,5 +1,6 @@
 """New tokens of one layer: are they what the tiers were made for, and on to where they will live."""
 
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -7,7 +8,7 @@ from tierkv.errors import StoreFull, TransferTimeout, UnsafeCall, UnsupportedMod
 from tierkv.layout import BlockLayout
 from tierkv.moves import Step
 from tierkv.tier import Tier, Wire
-from tierkv.transfer import Copy
+from tierkv.transfer import Copy, WireClock
 
 if TYPE_CHECKING:
     import torch
@@ -66,6 +67,7 @@ def write_tokens(
     keys: "torch.Tensor",
     values: "torch.Tensor",
     count_copies: Callable[[Sequence[Copy]], None],
+    clock: WireClock | None = None,
 ) -> list[Copy]:
     """Write the new tokens of a layer to the device and the disk, and return the copies to host memory to run.
 
@@ -76,6 +78,7 @@ def write_tokens(
         keys: ``[rows, kv_heads, tokens, key_dim]``; the copies read it.
         values: ``[rows, kv_heads, tokens, value_dim]``.
         count_copies: told of what moves.
+        clock: told how long what goes to the disk took.
 
     Raises:
         StoreFull: the disk tier took no more.
@@ -95,10 +98,13 @@ def write_tokens(
                 own = stores.slab(Tier.HOST).views(layer, extent.run, extent.first_token, tokens)
                 copies.append(Copy(wire, tokens * num_bytes, list(zip(own, (row_keys, row_values), strict=True))))
                 continue
+            began = time.perf_counter()
             try:
                 stores.disk_store.write(layer, extent.run, row_keys, row_values)
             except TransferTimeout as error:
                 raise StoreFull(f"the disk tier takes nothing any more: {error}") from error
+            if clock is not None:
+                clock.ended(wire, began)
             written.append(Copy(wire, tokens * num_bytes))
     count_copies(copies + written)
     return copies

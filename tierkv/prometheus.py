@@ -142,6 +142,8 @@ def _samples(engine: EngineSnapshot) -> Iterator[tuple[Metric, tuple[str, ...], 
     for wire, moved in stats.moved_bytes.items():
         source, _, destination = wire.partition("_to_")
         yield ENGINE["moved_bytes"], (source, destination), moved
+        if (seconds := stats.moved_seconds.get(wire)) is not None:
+            yield ENGINE["moved_seconds"], (source, destination), seconds
     yield ENGINE["read_path"], (stats.read_path,), 1
     for attribute in ("kv_bytes_total", "caches", "tiered_layers", "native_layers", "overlap"):
         if (value := getattr(stats, attribute)) is not None:

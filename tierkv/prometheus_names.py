@@ -40,6 +40,9 @@ TIERS: Final[Mapping[str, Metric]] = {
 
 ENGINE: Final[Mapping[str, Metric]] = {
     "moved_bytes": _counter("bytes_moved", "Bytes moved from one tier to another.", "source", "destination"),
+    "moved_seconds": _counter(
+        "wire_busy_seconds", "Time in which copies between two tiers ran.", "source", "destination"
+    ),
     "read_path": _gauge("read_path_info", "How attention reads the cache; always 1.", "read_path"),
     "kv_bytes_total": _gauge("kv_bytes", "Bytes of all live blocks, each counted once."),
     "caches": _gauge("caches", "Open caches."),

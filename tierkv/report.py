@@ -37,6 +37,7 @@ def make_stats(engine: "Engine", counters: Counters, caches: int) -> Stats:
         note=_note(engine, counters, live, {tier: blocks for tier, (blocks, _) in census.items()}),
         counters=counters,
         prefix=engine.prefix.stats(),
+        moved_seconds=_moved_seconds(engine),
     )
 
 
@@ -56,6 +57,12 @@ def _overlap(engine: "Engine", counters: Counters) -> float | None:
     if engine.device.type != "cpu" or not counters.copy_seconds:
         return None
     return max(0.0, 1 - counters.stall_seconds / counters.copy_seconds)
+
+
+def _moved_seconds(engine: "Engine") -> dict[str, float | None]:
+    clock = engine.transfers.clock
+    found = None if clock is None else clock.seconds()
+    return {wire.label: None if found is None else found.get(wire, 0.0) for wire in _wires(engine)}
 
 
 def _wires(engine: "Engine") -> list[Wire]:

@@ -221,7 +221,7 @@ class SequenceBatch(RowTables):
     def _write(self, layer: int, step: Step, keys: "torch.Tensor", values: "torch.Tensor") -> None:
         """Put the new tokens of a layer where they will live."""
         engine = self.engine
-        copies = write_tokens(engine.stores, layer, step, keys, values, engine.count_copies)
+        copies = write_tokens(engine.stores, layer, step, keys, values, engine.count_copies, engine.transfers.clock)
         # Each layer's tensors live until they are copied: at most two layers' at a time.
         self._drain_writes()
         if copies:

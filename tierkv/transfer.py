@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 WAIT_SECONDS: Final = 120.0
 """The bounded wait: no copy of one block takes this long on a medium that still works."""
+_RECENT_SPANS: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,44 @@ class Ticket:
     def finish(self) -> None:
         """Report that nothing of the ticket is under way any more. Called by engines."""
         self.done.set()
+
+
+class WireClock:
+    """How long each wire was at work: the time in which at least one copy of it ran. Any thread."""
+
+    def __init__(self) -> None:
+        """Know of no copy."""
+        self._lock = threading.Lock()
+        self._seconds: dict[Wire, float] = {}
+        # Spans that overlap nothing, oldest first. A copy that ends now can overlap the latest only, so old ones are summed.
+        self._recent: dict[Wire, list[tuple[float, float]]] = {}
+
+    def ended(self, wire: "Wire", began: float) -> None:
+        """Take down that a copy ended now.
+
+        Args:
+            wire: that it went over.
+            began: when it began, as ``time.perf_counter`` tells.
+        """
+        with self._lock:
+            now = time.perf_counter()  # under the lock: spans come in the order of their ends
+            spans = self._recent.setdefault(wire, [])
+            first = len(spans)
+            while first and spans[first - 1][1] >= began:
+                first -= 1
+            spans[first:] = [(min(began, spans[first][0]) if first < len(spans) else began, now)]
+            if len(spans) > 2 * _RECENT_SPANS:
+                self._seconds[wire] = self._seconds.get(wire, 0.0) + _sum(spans[:_RECENT_SPANS])
+                del spans[:_RECENT_SPANS]
+
+    def seconds(self) -> "dict[Wire, float]":
+        """Return the seconds of every wire that was used; copies under way are not in it."""
+        with self._lock:
+            return {wire: self._seconds.get(wire, 0.0) + _sum(spans) for wire, spans in self._recent.items()}
+
+
+def _sum(spans: Sequence[tuple[float, float]]) -> float:
+    return sum(end - begin for begin, end in spans)
 
 
 class TransferEngine(ABC):
@@ -121,6 +160,11 @@ class TransferEngine(ABC):
             if error is not ticket.error:
                 raise
 
+    @property
+    def clock(self) -> WireClock | None:
+        """How long each wire was at work; None where nobody measures it."""
+        return None
+
     @abstractmethod
     def close(self) -> None:
         """Finish what was submitted and end the workers. Idempotent."""
@@ -144,7 +188,13 @@ class ThreadTransfers(TransferEngine):
         """Make an engine of ``workers`` threads, started when first needed."""
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="tierkv-transfer")
         self._under_way: set[Ticket] = set()
+        self._clock = WireClock()
         self._closed = False
+
+    @property
+    def clock(self) -> WireClock:
+        """How long each wire was at work."""
+        return self._clock
 
     def submit(self, copies: Sequence[Copy]) -> Ticket:
         """Start copies, spread over the workers."""
@@ -154,7 +204,7 @@ class ThreadTransfers(TransferEngine):
         if not copies:
             ticket.finish()
             return ticket
-        remaining = _Countdown(len(copies), ticket, self._under_way)
+        remaining = _Countdown(len(copies), ticket, self._under_way, self._clock)
         with deferred_interrupt():  # an executor that Ctrl-C hits while it counts idle threads never runs again
             self._under_way.add(ticket)
             for copy in copies:
@@ -199,21 +249,24 @@ def wait_for(ticket: Ticket, timeout_seconds: float) -> None:
 class _Countdown:
     """Finishes a ticket, and takes it out of ``under_way``, when its last copy has run."""
 
-    def __init__(self, count: int, ticket: Ticket, under_way: set[Ticket]) -> None:
+    def __init__(self, count: int, ticket: Ticket, under_way: set[Ticket], clock: WireClock) -> None:
         self._left = count
         self._began = 0.0
         self._ticket = ticket
         self._under_way = under_way
+        self._clock = clock
         self._lock = threading.Lock()
 
     def run(self, copy: Copy) -> None:
-        self._began = self._began or time.perf_counter()
+        began = time.perf_counter()
+        self._began = self._began or began
+        failed = None
         try:
             run_here(copy)
         except BaseException as error:  # noqa: BLE001 - handed to whoever waits for the ticket
-            self._end(error)
-        else:
-            self._end(None)
+            failed = error
+        self._clock.ended(copy.wire, began)
+        self._end(failed)
 
     def _end(self, error: BaseException | None) -> None:
         with self._lock:

@@ -56,6 +56,21 @@ def run(session):
     return found, parts
 
 
+def assert_wires(own, others):
+    """Check that every wire that carried something says how long, how fast, and how fast this machine can."""
+    assert all(one["wires"] is None for one in others)
+    for one in own:
+        assert {name: wire["bytes"] for name, wire in one["wires"].items()} == one["moved_bytes"]
+        for wire in one["wires"].values():
+            assert (wire["seconds"] > 0) == (wire["bytes"] > 0)
+            assert wire["machine_bytes_per_second"] > 2**20
+            if wire["bytes"]:
+                assert wire["bytes_per_second"] == pytest.approx(wire["bytes"] / wire["seconds"], rel=0.01)
+                share = wire["bytes_per_second"] / wire["machine_bytes_per_second"]
+                assert wire["share"] == pytest.approx(share, abs=1e-4)
+    assert any(one["wires"]["disk_to_device"]["bytes"] for one in own)
+
+
 @pytest.mark.slow
 def test_all_caches_give_the_same_tokens_with_a_tiny_model(tiny, tmp_path, one_thread):
     config = tmp_path / "mine.toml"
@@ -78,6 +93,7 @@ def test_all_caches_give_the_same_tokens_with_a_tiny_model(tiny, tmp_path, one_t
     assert all(min(one["tier_peak_bytes"].values()) > 0 for one in own)  # all three tiers are in use
     assert all(sum(one["moved_bytes"].values()) > 0 for one in own)
     assert all(one["tier_peak_bytes"]["device"] <= one["tier_capacity_bytes"]["device"] for one in own)
+    assert_wires(own, [one for one in found if "tierkv" not in one["cache"]])
     shared = [one["prefix_tokens"] for one in own if one["task"] == "system_prompt"]
     assert shared[0] == 0 < shared[1]  # the second conversation begins with the first one's system prompt
     assert all(one["prefix_tokens"] == 0 for one in own if one["task"] == "chat" and one["sample"] == 1)

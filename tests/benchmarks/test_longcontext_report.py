@@ -64,6 +64,9 @@ def test_the_page_says_what_was_found():
     assert "tierkv held 3B in memory where dynamic held 7B" in said
     bad = [*good, row("static", agreement=0.5, first_difference=1), row("tierkv", sample=1, error="out of <memory>")]
     assert "1 of 2 answers of exact caches are not dynamic's" in " ".join(headline(RESULT | {"missing": 2}, bad))
+    machine = {"processor": "P", "cores": 2, "memory_bytes": 2**30, "accelerator": None, "load_average": (3.26, 4, 5)}
+    busy = RESULT | {"machine": machine}
+    assert "3.3 ready to run on 2 cores" in make_page(busy, good).html()
     html = make_page(RESULT, bad).html()
     for text in ("out of &lt;memory&gt;", "static, needle at 512 tokens, sample 0: token 1 is the first", "&lt;none&gt;",
                  "KV in memory against context", "needle: score with tierkv", "Score by task", RESULT["command"]):  # fmt: skip

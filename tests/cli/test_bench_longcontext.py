@@ -19,7 +19,7 @@ KEYS = {
 ROW_KEYS = {
     "task", "length", "sample", "depth", "cache", "score", "output", "tokens", "agreement", "first_difference",
     "ttft_seconds", "inter_token_seconds", "tokens_per_second", "prompt_tokens", "peak_rss_bytes", "tier_peak_bytes",
-    "moved_bytes", "stall_seconds", "prefix_hit_ratio", "error",
+    "moved_bytes", "stall_seconds", "prefix_hit_ratio", "wires", "error",
 }  # fmt: skip
 SMALL = ("--tasks", "needle,passkey", "--lengths", "512", "--caches", "dynamic,tierkv", "--max-new-tokens", "4")
 

@@ -1,5 +1,6 @@
 """``tierkv demo``: the contract of its JSON, its self-checks, and what a killed run leaves behind."""
 
+import re
 import signal
 from contextlib import nullcontext
 from dataclasses import replace
@@ -17,6 +18,7 @@ from tests.cli.commands import (
     stop,
     wait_for,
 )
+from tests.cli.test_top import on_terminal
 from tierkv.cli import demo_restart, demo_run
 from tierkv.cli.console import BadInput
 from tierkv.cli.demo_text import QUESTION, demo_inputs, document
@@ -153,6 +155,28 @@ def test_the_prompt_is_real_text_of_about_the_length_asked_for():
         assert "context manager" in text
     with pytest.raises(BadInput, match="no room"):
         demo_inputs(tokenizer, 60)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("live", [True, False])
+def test_on_a_terminal_the_tiers_are_shown_at_work(tiny, clean_environment, live):
+    args = ("demo", "--model", tiny, "--prompt-tokens", 2000, "--max-new-tokens", 60, "--json")
+    with on_terminal("stderr", *args, *(["--live"] if live else [])) as (process, screen):
+        code, stdout, _ = finish(process)
+    assert code == 0, bytes(screen)
+    shown = one_object(stdout)
+    check(shown)
+    assert set(shown["seconds"]) == {"load", "dynamic", "tierkv", "logits", "restart"}
+    assert (b"engine 1" in screen) == live
+    assert bool(re.search(rb"[1-9][\d,]* tokens in [1-9]", screen)) == live
+    assert (b"KV cache in three tiers" in screen) != live  # one or the other
+    assert screen.rindex(b"\x1b[?25h") > screen.rindex(b"\x1b[?25l")  # the cursor is back
+
+
+def test_without_a_terminal_live_changes_nothing(cli, tiny, restart_here):
+    done = cli("demo", "--model", tiny, "--prompt-tokens", 2000, "--max-new-tokens", 3, "--live", "--json")
+    check(one_object(done.stdout))
+    assert "engine 1" not in done.stderr
 
 
 @pytest.mark.slow

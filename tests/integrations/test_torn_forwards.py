@@ -152,6 +152,7 @@ def test_ctrl_c_at_many_places(lab, tiny_model, kind, step):
             assert torch.equal(model.generate(**batch, **GREEDY), expected), interrupt
             cache.close()
             assert engine.stats().kv_bytes_total == 0, interrupt
+            assert model.config._attn_implementation == "sdpa", interrupt
             tried += 1
         assert tried > 5
 

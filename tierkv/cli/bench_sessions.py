@@ -184,16 +184,27 @@ def _run(
     }
 
 
-def _mix(tokenizer: Any, plan: "MixPlan") -> "list[Session]":
-    from tierkv.benchmarks.sessions_mix import document_ids, make_mix
+def document_text(tokenizer: Any) -> list[int]:
+    """Return the ids of the text that conversations are made of.
+
+    Raises:
+        BadInput: this Python came without it.
+    """
+    from tierkv.benchmarks.sessions_mix import document_ids
 
     try:
-        text = document_ids(tokenizer)
+        return document_ids(tokenizer)
     except ImportError:
         raise BadInput(
             "the conversations are Python's own documentation (pydoc_data.topics), and this Python came without it; install "
             "the full standard library"
         ) from None
+
+
+def _mix(tokenizer: Any, plan: "MixPlan") -> "list[Session]":
+    from tierkv.benchmarks.sessions_mix import make_mix
+
+    text = document_text(tokenizer)
     if len(text) <= plan.system:
         raise BadInput(f"--system-tokens {plan.system}: the text has {len(text):,} tokens; give less than that")
     return make_mix(text, plan)

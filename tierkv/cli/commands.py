@@ -15,6 +15,7 @@ from tierkv.cli import (
     bench_predict,
     bench_replay,
     bench_restore,
+    bench_scenarios,
     bench_sessions,
     demo,
     generate,
@@ -41,6 +42,7 @@ bench.app.command("longcontext", epilog=bench_longcontext.EPILOG)(bench_longcont
 bench.app.command("predict", epilog=bench_predict.EPILOG)(bench_predict.predict)
 bench.app.command("replay", epilog=bench_replay.EPILOG)(bench_replay.replay)
 bench.app.command("restore", epilog=bench_restore.EPILOG)(bench_restore.restore)
+bench.app.command("scenarios", epilog=bench_scenarios.EPILOG)(bench_scenarios.scenarios)
 bench.app.command("sessions", epilog=bench_sessions.EPILOG)(bench_sessions.sessions)
 app.add_typer(bench.app)
 app.add_typer(store.app)

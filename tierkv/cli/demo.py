@@ -1,12 +1,16 @@
 """``tierkv demo``: a real model answers a question about a long document, its KV cache in three tiers."""
 
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 import tierkv
-from tierkv.cli.console import BadInput, Failed, out, print_json, reserve_stdout
-from tierkv.cli.process import nothing_to_clean_up
+from tierkv.cli.console import BadInput, Failed, err, out, print_json, reserve_stdout
+from tierkv.cli.live import live_view
+from tierkv.cli.process import nothing_to_clean_up, stop_if_told
 from tierkv.cli.progress import Progress
 from tierkv.config import load_config
 from tierkv.sizes import format_bytes
@@ -23,7 +27,7 @@ tierkv demo
 
 tierkv demo --json > demo.json
 
-tierkv demo --prompt-tokens 6000 --max-new-tokens 100
+tierkv demo --prompt-tokens 6000 --max-new-tokens 100 --live
 """
 
 
@@ -33,6 +37,10 @@ def demo(
     model: Annotated[
         str, typer.Option(help="smollm2, or any model that [bold]tierkv generate[/bold] takes.")
     ] = "smollm2",
+    live: Annotated[
+        bool,
+        typer.Option("--live", help="On a terminal: show tiers and traffic on stderr while tierkv generates."),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a report.")] = False,
 ) -> None:
     """Show the tiers at work on a real model and check that they change nothing.
@@ -43,7 +51,7 @@ def demo(
     compared, every byte is accounted for, and the exit code is 1 if anything that should hold does not.
     """
     with reserve_stdout(as_json):
-        result, outcome = _run(model, prompt_tokens, max_new_tokens)
+        result, outcome = _run(model, prompt_tokens, max_new_tokens, live=live)
     if as_json:
         print_json(result)
     else:
@@ -52,7 +60,7 @@ def demo(
         raise Failed(f"the demo did not show what it should: {'; '.join(outcome.failures)}")
 
 
-def _run(source: str, prompt_tokens: int, new_tokens: int) -> "tuple[dict[str, Any], Outcome]":
+def _run(source: str, prompt_tokens: int, new_tokens: int, *, live: bool) -> "tuple[dict[str, Any], Outcome]":
     """Run every stage; return what is printed."""
     progress = Progress()
     with progress.stage("load", f"loading {source}") as stage:
@@ -84,10 +92,10 @@ def _run(source: str, prompt_tokens: int, new_tokens: int) -> "tuple[dict[str, A
         config = demo_run.demo_config(layout, length, new_tokens, folder)
         with (
             attach(model, config) as engine,
-            progress.stage("tierkv", "generating with the KV cache in three tiers", new_tokens) as stage,
+            _tiers_at_work(progress, engine, new_tokens, live=live) as on_token,
         ):
             cache = engine.new_cache()
-            tiered = demo_run.generate(model, inputs, new_tokens, lambda _: stage.advance(), cache=cache)
+            tiered = demo_run.generate(model, inputs, new_tokens, on_token, cache=cache)
             keep_all(engine, KEEP_SECONDS)
             tiered.stats = stats = engine.stats()
             cache.close()
@@ -136,6 +144,22 @@ def _run(source: str, prompt_tokens: int, new_tokens: int) -> "tuple[dict[str, A
         "versions": _versions(),
     }
     return result, outcome
+
+
+@contextmanager
+def _tiers_at_work(
+    progress: Progress, engine: Any, new_tokens: int, *, live: bool
+) -> Iterator[Callable[[int], None] | None]:
+    """Run the stage of the tiers under a bar, or with a live view of them in its place; give what each token is told to."""
+    if not (live and err.is_terminal):
+        with progress.stage("tierkv", "generating with the KV cache in three tiers", new_tokens) as stage:
+            yield lambda _: stage.advance()
+        return
+    began = time.perf_counter()
+    with live_view(engine, shown=True):
+        yield None
+    progress.seconds["tierkv"] = round(time.perf_counter() - began, 3)
+    stop_if_told()
 
 
 def _model_name(source: str, model: Any) -> str:

@@ -107,6 +107,7 @@ def test_one_json_object_a_page_and_a_table(start, tiny, tmp_path):
     assert result["report"] == str(out / "report.html")
     assert "KV in memory against context" in (out / "report.html").read_text()
     assert len((out / "results.csv").read_text().splitlines()) == 9
+    assert (out / "plots" / "01-kv-in-memory-against-context.svg").read_text().startswith("<svg")
     assert json.loads(trace.read_text())["traceEvents"]
     assert "about" in stderr
     assert "left" in stderr

@@ -52,7 +52,10 @@ tierkv bench longcontext --caches dynamic,tierkv:mine.toml --tasks needle,mine.j
 
 def longcontext(
     out: Annotated[
-        str, typer.Option("--out", metavar="DIR", help="Folder of the rows (rows.jsonl), results.csv and report.html.")
+        str,
+        typer.Option(
+            "--out", metavar="DIR", help="Folder of the rows (rows.jsonl), results.csv, report.html and plots."
+        ),
     ],
     model: Annotated[
         str, typer.Option(help="smollm2, or any model that [bold]tierkv generate[/bold] takes.")
@@ -236,7 +239,9 @@ def _run(
             "command": options.command_line(),
         }
         write_csv(folder / "results.csv", rows)
-        make_page(result, rows, session.trace).write(folder / "report.html")
+        page = make_page(result, rows, session.trace)
+        page.write(folder / "report.html")
+        page.write_plots(folder / "plots")
         if trace is not None and session.trace is not None:
             save_json(trace, session.trace)
         elif trace is not None:

@@ -35,6 +35,8 @@ _MOST_TOUCHED: Final = 1024
 _MOST_SIGHTED: Final = 65536
 _INDEX_BYTES_FOR_A_SIGHT: Final = 800
 _PAUSES_SECONDS: Final = (0.5, 60.0)
+_READ_SECONDS: Final = (0.02, 0.1, 0.3)
+"""Waits for those who read: a full index has room again as soon as they let go of the pages they look at."""
 _READERS_SECONDS: Final = 60.0
 
 
@@ -103,7 +105,7 @@ class PrefixWriter:
                 return
             blocks, notes = work
             try:
-                self._write(blocks, notes)
+                self._write_patiently(blocks, notes)
                 if blocks or notes:
                     self.failed, self._pause_seconds = None, 0.0
                 blocks, notes = [], Notes()
@@ -155,6 +157,14 @@ class PrefixWriter:
         self._tally.add("expired", self._store.drop_where(lambda row, _: self.is_expired(row.created)))
 
     # -- one batch ------------------------------------------------------------------------------------------------
+
+    def _write_patiently(self, blocks: list[Queued], notes: Notes) -> None:
+        for seconds in _READ_SECONDS:
+            try:
+                return self._write(blocks, notes)
+            except StoreFull:
+                self._queue.pause(seconds)
+        return self._write(blocks, notes)
 
     def _write(self, blocks: list[Queued], notes: Notes) -> None:
         if not blocks and not notes:
@@ -244,13 +254,8 @@ class PrefixWriter:
                 continue
             # Too old to be served, and still the parent of others: it keeps its place and gets new bytes.
             book.release(old.slot_bytes, old.slot)
-            row.queue, row.rank, row.hits, row.children, row.found = (
-                old.queue,
-                old.rank,
-                old.hits,
-                old.children,
-                old.found,
-            )
+            row.queue, row.rank, row.hits = old.queue, old.rank, old.hits
+            row.children, row.found = old.children, old.found
             book.file(row)
 
     def _apply(self, book: Book, notes: Notes) -> None:

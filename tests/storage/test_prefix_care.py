@@ -132,6 +132,20 @@ def test_a_chain_comes_back_in_another_store(exported, tmp_path):
             check_sound(store)
 
 
+def test_what_was_taken_in_stays_a_minute_however_much_others_write(exported, tmp_path):
+    keys = keys_of(chain(1, 4))
+    with prefixes(tmp_path / "to", 4 * MIB) as store:
+        store.pin(keys[:1], None)
+        assert store.import_(exported).stored == 4
+        for number in range(2, 300):
+            put_all(store, chain(number, 6, 5000))
+        assert store.stats().evicted
+        assert read_run(store, chain(1, 4, 5000), 5000) == 4
+        with store._parts.read() as book:
+            assert [book.is_pinned(key, time.time() + 61) for key in keys] == [True, False, False, False]
+        check_sound(store)
+
+
 def test_a_chain_larger_than_the_queue(tmp_path):
     with prefixes(tmp_path / "from", 32 * MIB) as store:
         put_all(store, chain(1, 100, 50_000))

@@ -3,7 +3,7 @@
 import os
 import threading
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import pytest
 
@@ -81,6 +81,29 @@ def test_close_with_a_stuck_disk_sheds_what_waits_and_a_later_open_ends_it(tmp_p
     with prefixes(tmp_path) as again:
         assert read_run(again, chain(0, 1)) == 1
         check_sound(again)
+
+
+def test_a_full_index_waits_for_those_who_read(tmp_path, monkeypatch):
+    with prefixes(tmp_path, 4 * MIB) as store:
+        put_all(store, chain(0, 30))
+        reading, paused = ExitStack(), []
+
+        def pause(seconds):
+            paused.append(seconds)
+            reading.close()  # they let go of the pages
+
+        monkeypatch.setattr(store._queue, "pause", pause)
+        reading.enter_context(store._parts.index.read())
+        deadline = time.monotonic() + 60
+        for number in range(1, 10_000):
+            put_all(store, chain(number, 6))
+            if paused:
+                break
+            assert time.monotonic() < deadline
+        assert read_run(store, chain(number, 6)) == 6
+        assert store.stats().failed is None
+        assert store.stats().write_failures == 0
+        check_sound(store)
 
 
 def test_an_index_without_a_free_page_sheds_and_recovers(tmp_path, caplog):

@@ -121,8 +121,8 @@ def rounds(works: dict[str, Callable[[], float]], repeats: int, warm_up: int = 2
 class Watch:
     """Measures on the device how long copies took and how long the model's stream waited for them.
 
-    The engine's own ``stall_seconds`` counts the host's waiting, and on a GPU the host hardly waits. Use as a context
-    manager around steps, and read the figures behind it. On a CPU only the waiting is known.
+    A second opinion on the engine's own ``stall_seconds``. Use as a context manager around steps, and read the figures
+    behind it. On a CPU only the waiting is known.
     """
 
     def __init__(self, engine: Engine) -> None:

@@ -149,6 +149,8 @@ class _Context:
         subject.row |= watch.figures(WATCHED) | {
             "engine_stall_seconds_per_step": (stats.counters.stall_seconds - stalled) / WATCHED,
             "read_path": stats.read_path,
+            "cold_read": stats.cold_read,
+            "cpu_forwards": stats.counters.cpu_forwards,
             "device_share_of_blocks_ratio": device / (device + host),
             "scratch_buffers": engine.scratch.num_buffers,
             "scratch_buffer_tokens": engine.scratch.buffer_tokens,

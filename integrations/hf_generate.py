@@ -17,6 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tierkv import publish
+from tierkv.bandwidths import ModelFacts
 from tierkv.config import CacheConfig, load_config
 from tierkv.engine import Engine
 from tierkv.errors import BlockLost, CapacityError, StoreFull, TierKVError, UnsafeCall, UnsupportedModel
@@ -81,6 +82,7 @@ def attach(
         model.device,
         native_layers=native_layers,
         gathered_because=_why_gathered(model, checked, layout),
+        facts=_facts(model),
     )
 
 
@@ -92,6 +94,12 @@ def _why_gathered(model: PreTrainedModel, config: CacheConfig, layout: BlockLayo
     if reason and config.attention.path == "paged":
         raise UnsupportedModel(f'attention.path = "paged" is not possible: {reason}; use "auto" or "gathered"')
     return reason
+
+
+def _facts(model: PreTrainedModel) -> ModelFacts | None:
+    heads = getattr(text_config(model), "num_attention_heads", None)
+    weight_bytes = sum(weight.nbytes for weight in model.parameters())
+    return ModelFacts(heads, weight_bytes) if isinstance(heads, int) else None
 
 
 def _short_name(model: PreTrainedModel) -> str:

@@ -86,6 +86,11 @@ def test_whatever_order_streams_allow_the_layers_are_right(seed):
                 assert all(map(torch.equal, got, plain.seen(layer, (keys, values))))
             plain.extend(new)
         assert engine.moved.get(Wire(Tier.DISK, Tier.DEVICE), 0) > 0
+        cuda.advance()
+        stats = engine.stats()
+        assert stats.counters.copy_seconds > 0
+        assert stats.counters.stall_seconds > 0
+        assert stats.overlap == max(0.0, 1 - stats.counters.stall_seconds / stats.counters.copy_seconds)
 
 
 def test_whole_blocks_pass_a_few_at_a_time():

@@ -34,7 +34,7 @@ CONTRACT = {
     "disk.write_queue": "256MiB",
     "placement.keep_first": 1,
     "placement.keep_recent": 4,
-    "transfer.layers_ahead": 2,
+    "transfer.layers_ahead": "auto",
     "attention.path": "auto",
     "attention.cold_read": "auto",
     "prefix.share": True,

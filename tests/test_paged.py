@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from tierkv.capacity import CHUNK_TOKENS
+from tierkv.cold_reads import ColdReads
+from tierkv.cost import Costs, Line
 from tierkv.errors import BlockLost, RecordError, TransferTimeout, UnsafeCall
 from tierkv.kernels import cpu, reference
 from tierkv.testing.engines import LAYOUTS, PlainCache, divide, random_tokens, small_engine, small_layout
@@ -181,6 +183,33 @@ def test_gathered_and_paged_forwards_may_follow_each_other(make):
     bench.plain.extend(new)
     bench.forward(1)
     bench.forward(3)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_way_to_read_host_memory_may_change_from_step_to_step(make, seed):
+    """Few bytes are streamed, and from some on the CPU attends to them: the hops are dear here, and the wire is slow."""
+    rng = random.Random(seed)
+    bench = make(rng.choice(list(LAYOUTS)), device_slots=3, host_slots=40, rows=rng.randint(1, 2), bounce=True)
+    layout = bench.layout
+    turns_at = 30 * layout.token_bytes  # bytes whose copy takes as long as all hops
+    costs = Costs(
+        step_seconds=0.0, kv_bytes_per_second={Tier.DEVICE: 1e18, Tier.HOST: 1e18}, hop_seconds=1 / len(layout.layers),
+        wires={Wire(Tier.HOST, Tier.DEVICE): Line(0.0, turns_at)},
+    )  # fmt: skip
+    bench.engine.paged._cold_reads = bench.engine.cold_reads = ColdReads("streamed", layout, costs)
+    seen, counted = [], 0
+    while bench.plain.length < 70:
+        count = rng.choice((1, 1, 1, 6))
+        bench.forward(count)
+        counters = bench.engine.stats().counters
+        seen.append((count, counters.cpu_forwards - counted))
+        counted = counters.cpu_forwards
+        bench.transfers.finish_some(rng)
+    assert {by_cpu for _, by_cpu in seen} == {0, 1}
+    assert not [one for one in seen if one[0] > 1 and one[1]]
+    by_cpu = [here for count, here in seen if count == 1]
+    assert (by_cpu[0], by_cpu[-1]) == (0, 1)
+    assert "attended to by the CPU" in bench.engine.stats().cold_read
 
 
 # -- when ---------------------------------------------------------------------------------------------------------------

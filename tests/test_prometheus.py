@@ -112,7 +112,7 @@ def test_every_number_has_a_name():
     assert of(PrefixStoreStats) == named(names.STORE)
     matched = ("matched_tokens_memory", "matched_tokens_disk")
     assert of(PrefixStats, *matched, "uncacheable_reason", "store") == named(names.PREFIX) - {"hits", "matched_tokens"}
-    sentences = ("read_path_reason", "note")
+    sentences = ("read_path_reason", "cold_read", "note")
     assert of(Stats, *sentences, "tiers", "counters", "prefix") == named(names.ENGINE)
 
 

@@ -89,6 +89,50 @@ def test_strided_host_memory_is_copied_in_contiguous_pieces(cuda, wire):
     assert sum(what == "copy" for _, what in cuda.log) == 2 * 3
 
 
+# -- how long the stream stands still -----------------------------------------------------------------------------------
+
+
+def test_a_stall_is_what_the_compute_stream_waits_for_a_copy(cuda):
+    engine, device = engine_on(cuda), cuda.on_device(torch.zeros(2))
+    clock = engine.stall_clock()
+    cuda.stopped = True
+    ticket = engine.submit([copy_of((device, data(2)), wire=UP)])
+    with clock.waiting():
+        engine.order(ticket)
+    assert clock.seconds == 0  # nobody knows yet, and nobody waits to know
+    cuda.stopped = False
+    cuda.advance()
+    # The host was far ahead: the stream had nothing else to do for as long as the copy and its two halves took.
+    assert clock.seconds == 0.003
+    engine.close()
+
+
+def test_a_copy_that_is_hidden_behind_a_kernel_is_no_stall(cuda):
+    engine, device = engine_on(cuda), cuda.on_device(torch.zeros(2))
+    clock = engine.stall_clock()
+    ticket = engine.submit([copy_of((device, data(2)), wire=UP)])
+    cuda.advance()
+    cuda.launch(lambda: None)
+    with clock.waiting():
+        engine.order(ticket)
+    cuda.advance()
+    assert clock.seconds == 0
+    engine.wait(ticket)
+    assert ticket.seconds == 0.003
+    engine.close()
+
+
+def test_a_wait_that_failed_is_no_stall(cuda):
+    engine = engine_on(cuda)
+    clock = engine.stall_clock()
+    ticket = engine.submit([copy_of((torch.zeros(3), data(2)), wire=UP)])
+    with pytest.raises(RuntimeError, match="expand"), clock.waiting():
+        engine.order(ticket)
+    cuda.advance()
+    assert clock.seconds == 0
+    engine.close()
+
+
 # -- waits, errors, owners --------------------------------------------------------------------------------------------
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
-from tierkv.config_fields import AnySize, AutoSize, BlockSize, Folder, RealSize, Text
+from tierkv.config_fields import AnySize, AutoSize, BlockSize, Folder, LayersAhead, RealSize, Text
 from tierkv.config_messages import Wording
 from tierkv.config_sources import OTHER_ENVIRONMENT, PREFIX, environment_value, read_file, variable
 from tierkv.errors import ConfigError
@@ -97,8 +97,10 @@ class TransferConfig(_Section):
     """How copies between the tiers are scheduled."""
 
     section = "transfer"
-    layers_ahead: int = Field(
-        default=2, ge=0, description="Layers ahead of need that cold blocks are fetched. 0: none."
+    layers_ahead: LayersAhead = Field(
+        default="auto",
+        description="Layers ahead of need that cold blocks are fetched. 0: none. auto: 2 on a CPU; on a GPU as many as the "
+        "wire fills while a layer computes, as measured when the engine opens.",
     )
 
 
@@ -115,7 +117,8 @@ class AttentionConfig(_Section):
         default="auto",
         description="How the paged path reads blocks in host memory; those on disk are always streamed. stream: through "
         "buffers on the device. compute: attention on the CPU, where they lie. promote: as stream, and move up for good "
-        "what there is room for. auto: in place where the device is a CPU, otherwise as promote.",
+        "what there is room for. auto: in place where the device is a CPU; otherwise as "
+        "promote, or as compute where measured costs say that this token is faster so.",
     )
 
 

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, Self
 
+from tierkv.bandwidths import ModelFacts, cold_reads_of
 from tierkv.budgets import Budgets
 from tierkv.capacity import Capacity, ScratchPlan
 from tierkv.config import CacheConfig
@@ -66,6 +67,7 @@ class Engine:
         stores: Stores | None = None,
         native_layers: int = 0,
         gathered_because: str = "nothing attends over blocks here",
+        facts: ModelFacts | None = None,
     ) -> None:
         """Allocate the pools and start the workers.
 
@@ -78,6 +80,7 @@ class Engine:
             stores: other stores than those the budgets ask for (tests).
             native_layers: cached layers of the model that are left to transformers, for the report.
             gathered_because: why the paged path cannot be taken; empty where it can.
+            facts: of the model, from which it is told how cold blocks are read the fastest; None: by rule.
 
         Raises:
             ConfigError: a budget is too small for a single block, or the disk path cannot be used.
@@ -109,8 +112,10 @@ class Engine:
         self.fetcher = Fetcher(self.stores, self.scratch, self.transfers, self.count_copies, readers)
         self.gathered = LayerReader(layout, self.stores.device, self.scratch, self.fetcher)
         cold_read = config.attention.cold_read
-        self.paged = PagedReader(layout, self.stores, self.scratch, self.fetcher, self.stores.host_is_read(cold_read))
-        self.capacity: Capacity = self.stores.capacity(config.transfer.layers_ahead, cold_read)
+        self.cold_reads = cold_reads_of(self.stores, self.transfers, cold_read, facts, gathered=bool(gathered_because))
+        self.paged = PagedReader(layout, self.stores, self.scratch, self.fetcher, self.cold_reads)
+        layers_ahead = self.cold_reads.layers_ahead(config.transfer.layers_ahead)
+        self.capacity: Capacity = self.stores.capacity(layers_ahead, cold_read)
         keep = Keep(config.placement.keep_first, config.placement.keep_recent)
         self.manager = TierManager(
             layout.block_size,
@@ -275,7 +280,10 @@ class Engine:
 
     def finish_step(self, step: Step, *, paged: bool) -> None:
         """Count a committed forward and start what may happen in the background."""
-        self.count(forwards=1, paged_forwards=int(paged), tokens=step.count * len(step.tables))
+        by_cpu = paged and self.paged.cpu_attends
+        self.count(
+            forwards=1, paged_forwards=int(paged), cpu_forwards=int(by_cpu), tokens=step.count * len(step.tables)
+        )
         self.usage.observe()
         with deferred_interrupt():
             self._mover.reap()

@@ -1,6 +1,5 @@
 """Fetcher: brings cold tokens of a layer into memory that attention can read. Both readers fetch through it."""
 
-import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -50,14 +49,19 @@ class Fetcher:
             count_copies: told of every batch of copies that is submitted.
             num_readers: disk reads of one fetch that run at the same time.
         """
-        self.stall_seconds = 0.0
         self.copy_seconds = 0.0
         self._stores = stores
         self._scratch = scratch
         self._transfers = transfers
+        self._stalls = transfers.stall_clock()
         self._count_copies = count_copies
         self._num_readers = num_readers
         self._tickets: dict[Hashable, Ticket] = {}
+
+    @property
+    def stall_seconds(self) -> float:
+        """Seconds for which the caller's later work has stood still behind fetches."""
+        return self._stalls.seconds
 
     def submit(self, key: Hashable, layer: int, buffer: int, pieces: Sequence[Piece]) -> None:
         """Start fetching the pieces of a layer into a buffer of the scratch; ``key`` is how they are waited for."""
@@ -78,9 +82,8 @@ class Fetcher:
         ticket = self._tickets.get(key)
         if ticket is None:
             return
-        began = time.perf_counter()
-        self._transfers.order(ticket)
-        self.stall_seconds += time.perf_counter() - began
+        with self._stalls.waiting():
+            self._transfers.order(ticket)
 
     def settle(self) -> None:
         """Wait for all fetches, those nobody collected too: their slots may be given up afterwards.

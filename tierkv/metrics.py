@@ -32,11 +32,12 @@ class Counters:
     """Forwards that were interrupted and rolled back."""
     paged_forwards: int = 0
     """Those of them whose attention read blocks where they lie, or had nothing to read but its own tokens."""
+    cpu_forwards: int = 0
+    """Those of these in which the CPU attended to blocks in host memory, and the device to the others."""
     tokens: int = 0
     """Tokens appended to tiered caches, summed over rows."""
     stall_seconds: float = 0.0
-    """Time that forwards waited for fetches of cold blocks, as the host saw it. On CUDA the compute stream waits instead,
-    which is not counted here; ``make gpu-check`` measures it with events."""
+    """Time that forwards stood still for fetches of cold blocks: the host's, and on CUDA the compute stream's, by events."""
     copy_seconds: float = 0.0
     """Time that those fetches took, each from its begin to its end."""
     room_waits: int = 0
@@ -115,8 +116,7 @@ class Stats:
     native_layers: int
     """Model layers left to transformers (recurrent, indexed, shared), whose bytes are not counted here."""
     overlap: float | None
-    """Share of the fetches' time that was hidden behind computing, 1 - stall / copy; None where nothing was fetched, and
-    on CUDA, where waits are not known to the host."""
+    """Share of the fetches' time that was hidden behind computing, 1 - stall / copy; None where nothing was fetched."""
     note: str
     """One sentence on what the tiers did for this run, or why they gained nothing."""
     counters: Counters = field(default_factory=Counters)
@@ -124,6 +124,10 @@ class Stats:
     moved_seconds: dict[str, float | None] = field(default_factory=dict)
     """Seconds in which each wire of ``moved_bytes`` was at work: at least one copy of it ran. What goes to the disk is over
     when the store has taken it, into its queue. None where nobody measures it (CUDA)."""
+
+    cold_read: str = ""
+    """How the paged path reads blocks in host memory, in one sentence: in place, by the CPU, streamed, or as measured costs
+    say."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain dicts and numbers, ready for JSON."""

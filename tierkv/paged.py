@@ -9,9 +9,10 @@ chunk, not as a layer.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final
 
 from tierkv.block_table import Extent
+from tierkv.cold_reads import ColdReads
 from tierkv.fetch import Fetcher, Piece, clip
 from tierkv.layout import BlockLayout
 from tierkv.moves import Step
@@ -59,7 +60,7 @@ class PagedReader:
         stores: "Stores",
         scratch: Scratch,
         fetcher: Fetcher,
-        host_is_read: Literal["in place", "by the CPU", "streamed"],
+        cold_reads: ColdReads,
     ) -> None:
         """Make a reader over an engine's stores.
 
@@ -68,14 +69,15 @@ class PagedReader:
             stores: whose memory is read in place where the device can.
             scratch: the ring that cold tokens pass through.
             fetcher: brings them there.
-            host_is_read: how blocks in host memory are; see ``Stores.host_is_read``.
+            cold_reads: says how blocks in host memory are read in a step.
         """
         self._layout = layout
         self._stores = stores
         self._scratch = scratch
         self._fetcher = fetcher
-        self._in_place = {Tier.DEVICE, Tier.HOST} if host_is_read == "in place" else {Tier.DEVICE}
-        self._by_cpu = {Tier.HOST} if host_is_read == "by the CPU" else set()
+        self._cold_reads = cold_reads
+        self._in_place = {Tier.DEVICE, Tier.HOST} if cold_reads.host_is_read == "in place" else {Tier.DEVICE}
+        self._by_cpu: set[Tier] = set()
         self._step: Step | None = None
         self._first_seen: Sequence[int] = ()
         self._own_in_place = False
@@ -93,6 +95,9 @@ class PagedReader:
             first_seen: per row, the position of the first token that is not padding.
         """
         self._step, self._first_seen = step, first_seen
+        self._by_cpu = (
+            {Tier.HOST} if self._cold_reads.by_cpu(self._kv_bytes(step), len(step.reads), step.count) else set()
+        )
         self._plans, self._new = {}, {}
         # What this step writes is read back from the pool where it is written there at once.
         self._own_in_place = all(extent.tier is Tier.DEVICE for extents in step.writes for extent in extents)
@@ -187,6 +192,11 @@ class PagedReader:
         out, _ = dispatch.merge(parts, sinks)
         return out.to(query.dtype)
 
+    @property
+    def cpu_attends(self) -> bool:
+        """Whether the CPU attends to what lies in host memory, in this step or the last."""
+        return bool(self._by_cpu)
+
     def end(self, step: Step) -> None:
         """Wait for fetches of ``step`` that nobody collected; needed before its slots may be given up.
 
@@ -229,6 +239,14 @@ class PagedReader:
             if self._own_in_place:
                 plan.in_place[row] += clip(step.writes[row], max(first, self._first_seen[row]), step.stop)
         return plan
+
+    def _kv_bytes(self, step: Step) -> dict[Tier, float]:
+        """Return what a step reads, by tier, all layers together; what a window leaves out is in it too."""
+        tokens = dict.fromkeys(Tier, 0)
+        for extents in step.reads:
+            for extent in extents:
+                tokens[extent.tier] += extent.stop - extent.start
+        return {tier: number * self._layout.token_bytes for tier, number in tokens.items()}
 
     def _cut(self, extent: Extent) -> list[Extent]:
         """Cut an extent at block boundaries into pieces that fit a buffer."""

@@ -56,6 +56,7 @@ COUNTERS: Final[Mapping[str, Metric]] = {
     "forwards": _counter("forwards", "Committed forwards through tiered caches."),
     "torn_forwards": _counter("torn_forwards", "Forwards that were interrupted and rolled back."),
     "paged_forwards": _counter("paged_forwards", "Committed forwards whose attention read blocks where they lie."),
+    "cpu_forwards": _counter("cpu_forwards", "Paged forwards in which the CPU attended to blocks in host memory."),
     "tokens": _counter("tokens", "Tokens appended to tiered caches, of prompts and answers, summed over rows."),
     "stall_seconds": _counter("stall_seconds", "Time that forwards waited for fetches of cold blocks."),
     "copy_seconds": _counter("copy_seconds", "Time that fetches of cold blocks took."),

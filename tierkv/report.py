@@ -31,9 +31,10 @@ def make_stats(engine: "Engine", counters: Counters, caches: int) -> Stats:
         if counters.paged_forwards or not (engine.gathered_because or counters.forwards)
         else "gathered",
         read_path_reason=_read_path_reason(engine, counters),
+        cold_read=engine.cold_reads.describe(),
         tiered_layers=len(engine.layout.layers),
         native_layers=engine.native_layers,
-        overlap=_overlap(engine, counters),
+        overlap=_overlap(counters),
         note=_note(engine, counters, live, {tier: blocks for tier, (blocks, _) in census.items()}),
         counters=counters,
         prefix=engine.prefix.stats(),
@@ -53,8 +54,8 @@ def _read_path_reason(engine: "Engine", counters: Counters) -> str:
     return "attention of this model reads blocks where they lie"
 
 
-def _overlap(engine: "Engine", counters: Counters) -> float | None:
-    if engine.device.type != "cpu" or not counters.copy_seconds:
+def _overlap(counters: Counters) -> float | None:
+    if not counters.copy_seconds:
         return None
     return max(0.0, 1 - counters.stall_seconds / counters.copy_seconds)
 

@@ -4,10 +4,11 @@ import logging
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from tierkv.budgets import Budgets
 from tierkv.capacity import Bounce, Capacity, queue_bytes
+from tierkv.cold_reads import HostIsRead
 from tierkv.config import CacheConfig
 from tierkv.errors import ConfigError, StoreError, TierKVError
 from tierkv.geometry import PoolGeometry
@@ -143,7 +144,7 @@ class Stores:
             slots[Tier.HOST] -= self.bounce.blocks
         return slots
 
-    def host_is_read(self, cold_read: str) -> "Literal['in place', 'by the CPU', 'streamed']":
+    def host_is_read(self, cold_read: str) -> HostIsRead:
         """Return how the paged path reads blocks in host memory, with ``attention.cold_read`` as configured.
 
         In place: the device is a CPU, so both pools are one memory to it. By the CPU: attention over these blocks is

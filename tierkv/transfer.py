@@ -9,8 +9,9 @@ so (``tierkv.testing.transfers``). The shared suite is ``tierkv.testing.transfer
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Self
@@ -110,6 +111,26 @@ def _sum(spans: Sequence[tuple[float, float]]) -> float:
     return sum(end - begin for begin, end in spans)
 
 
+class StallClock:
+    """How long a caller's work has stood still for copies, by the clock of the host. One thread waits, any may ask."""
+
+    def __init__(self) -> None:
+        """Know of no wait."""
+        self._seconds = 0.0
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the time that the block takes; nothing if it raises."""
+        began = time.perf_counter()
+        yield
+        self._seconds += time.perf_counter() - began
+
+    @property
+    def seconds(self) -> float:
+        """All waits that are over."""
+        return self._seconds
+
+
 class TransferEngine(ABC):
     """Runs copies. ``submit`` and ``order`` are called by one thread at a time; completion may come from any."""
 
@@ -164,6 +185,10 @@ class TransferEngine(ABC):
     def clock(self) -> WireClock | None:
         """How long each wire was at work; None where nobody measures it."""
         return None
+
+    def stall_clock(self) -> StallClock:
+        """Return a clock for waits in ``order``, by what stands still: the host, unless later work is on a stream."""
+        return StallClock()
 
     @abstractmethod
     def close(self) -> None:

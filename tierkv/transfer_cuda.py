@@ -8,17 +8,19 @@ The few CUDA calls go through ``CudaApi``, so that the order of streams and even
 """
 
 import functools
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from tierkv.errors import ClosedError, TransferTimeout
 from tierkv.interrupts import Latch, deferred_interrupt
 from tierkv.tier import Tier
-from tierkv.transfer import WAIT_SECONDS, Copy, Ticket, TransferEngine, wait_for
+from tierkv.transfer import WAIT_SECONDS, Copy, StallClock, Ticket, TransferEngine, wait_for
 
 if TYPE_CHECKING:
     import torch
@@ -80,6 +82,45 @@ class CudaTicket(Ticket):
     events: list[Any] = field(default_factory=list)
     starts: list[Any] = field(default_factory=list)
     load_seconds: float = 0.0
+
+
+class StreamStalls(StallClock):
+    """How long the caller's stream has stood still for copies: the time between two events around each wait.
+
+    The first is recorded before the host itself waits for a ``load`` stage, so that counts as far as the stream runs dry
+    meanwhile, and no further.
+    """
+
+    def __init__(self, api: CudaApi, device: Any) -> None:
+        """Make a clock for the current stream of ``device``."""
+        super().__init__()
+        self._api = api
+        self._device = device
+        self._pending: deque[tuple[Any, Any]] = deque()
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the time that the stream stands still for what the block makes it wait for; nothing if it raises."""
+        stream = self._api.current_stream(self._device)
+        before, after = self._api.new_event(), self._api.new_event()
+        before.record(stream)
+        yield
+        after.record(stream)
+        self._pending.append((before, after))
+        self._harvest()
+
+    @property
+    def seconds(self) -> float:
+        """All waits that the stream has left behind."""
+        self._harvest()
+        return self._seconds
+
+    def _harvest(self) -> None:
+        with self._lock:
+            while self._pending and self._pending[0][1].query():
+                before, after = self._pending.popleft()
+                self._seconds += before.elapsed_time(after) / 1e3
 
 
 class CudaTransfers(TransferEngine):
@@ -153,6 +194,10 @@ class CudaTransfers(TransferEngine):
         ticket.seconds = ticket.load_seconds + max(on_streams, default=0.0)
         ticket.finish()
         wait_for(ticket, timeout_seconds)
+
+    def stall_clock(self) -> StreamStalls:
+        """Return a clock for waits of the caller's current stream."""
+        return StreamStalls(self._api, self._device)
 
     def close(self) -> None:
         """Finish what was submitted, wait for both streams and end the threads."""

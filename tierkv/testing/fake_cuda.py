@@ -17,17 +17,23 @@ from tierkv.testing.transfers import poison
 
 @dataclass(eq=False)
 class Operation:
-    """One entry of a stream's queue; it can run when ``after`` has passed."""
+    """One entry of a stream's queue; it can run when ``after`` has passed, and takes so many milliseconds."""
 
     run: Callable[[], object]
     after: "Mark | None" = None
+    takes: int = 1
 
 
 @dataclass(eq=False)
 class Mark:
-    """One recording of an event. It passes when its stream gets there."""
+    """One recording of an event. It passes when its stream gets there, at a time in milliseconds."""
 
     passed: bool = False
+    at: int = 0
+
+    def passes(self, now: int) -> None:
+        """The stream is there."""
+        self.passed, self.at = True, now
 
 
 class FakeStream:
@@ -40,7 +46,7 @@ class FakeStream:
 
     def wait_event(self, event: "FakeEvent") -> None:
         """Let later operations run after what the event marks *now*."""
-        self._cuda.enqueue(self, f"wait for {event.stream}", lambda: None, event.mark)
+        self._cuda.enqueue(self, f"wait for {event.stream}", lambda: None, event.mark, takes=0)
 
     def synchronize(self) -> None:
         """Block the host until the queue is empty."""
@@ -60,16 +66,18 @@ class FakeEvent:
         """Mark the end of the queue."""
         mark = self.mark = Mark()
         self.stream = stream.name
-        self._cuda.enqueue(stream, "record", lambda: setattr(mark, "passed", True))
+        self._cuda.enqueue(stream, "record", lambda: mark.passes(self._cuda.now), takes=0)
 
     def query(self) -> bool:
         """Return whether the mark has passed. Time goes on while one looks, unless it was stopped."""
         self._cuda.let_time_pass()
         return self.mark.passed
 
-    def elapsed_time(self, later: "FakeEvent") -> float:  # noqa: ARG002 - time is not simulated
-        """Return the milliseconds between two marks."""
-        return 0.0
+    def elapsed_time(self, later: "FakeEvent") -> float:
+        """Return the milliseconds between two marks that have passed."""
+        assert self.mark.passed, "CUDA refuses an event that has not passed"
+        assert later.mark.passed, "CUDA refuses an event that has not passed"
+        return float(later.mark.at - self.mark.at)
 
     def synchronize(self) -> None:
         """Block the host until the mark has passed."""
@@ -86,6 +94,7 @@ class FakeCuda:
 
     Attributes:
         compute: the current stream of every thread that has not chosen another.
+        now: milliseconds; one copy, half a copy or kernel after the other takes one, whatever its stream.
         stopped: nothing advances, except what ``advance`` runs.
         log: (stream, what) of everything that was enqueued, in order.
         host_waits: names of the streams that the host has waited for.
@@ -93,6 +102,7 @@ class FakeCuda:
 
     def __init__(self, seed: int = 0) -> None:
         self.stopped = False
+        self.now = 0
         self.log: list[tuple[str, str]] = []
         self.host_waits: list[str] = []
         self._rng = random.Random(seed)
@@ -162,12 +172,14 @@ class FakeCuda:
 
     # -- the simulation -------------------------------------------------------------------------------------------
 
-    def enqueue(self, stream: FakeStream, what: str, run: Callable[[], object], after: Mark | None = None) -> None:
+    def enqueue(
+        self, stream: FakeStream, what: str, run: Callable[[], object], after: Mark | None = None, *, takes: int = 1
+    ) -> None:
         """Put an operation at the end of a stream."""
         with self._lock:
             if what:
                 self.log.append((stream.name, what))
-            stream.queue.append(Operation(run, after))
+            stream.queue.append(Operation(run, after, takes))
 
     def let_time_pass(self) -> None:
         """Run a few operations, unless time was stopped."""
@@ -193,5 +205,7 @@ class FakeCuda:
             if not ready:
                 return False
             (stream,) = self._rng.choices([one for one, _ in ready], [speed for _, speed in ready])
-            stream.queue.popleft().run()
+            operation = stream.queue.popleft()
+            self.now += operation.takes
+            operation.run()
             return True

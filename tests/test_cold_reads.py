@@ -1,0 +1,166 @@
+"""Which way host memory is read, and how far ahead: what the cost model says, from given and from measured bandwidths."""
+
+import logging
+
+import pytest
+import torch
+
+from tierkv import bandwidths
+from tierkv.bandwidths import ModelFacts, cold_reads_of, measure
+from tierkv.capacity import CHUNK_TOKENS
+from tierkv.cold_reads import LAYERS_AHEAD, MOST_LAYERS_AHEAD, ColdReads
+from tierkv.cost import Costs, Line
+from tierkv.errors import TransferTimeout
+from tierkv.kernels import cpu
+from tierkv.testing.engines import LAYOUTS, PlainCache, forward, random_tokens, small_engine, small_layout
+from tierkv.tier import Tier, Wire
+
+UP = Wire(Tier.HOST, Tier.DEVICE)
+LAYOUT = small_layout("plain")
+
+
+def costs(*, wire=1e9, cpu_rate=1e9, hop=0.0, step=0.0, device=1e12):
+    rates = {Tier.DEVICE: device} | ({Tier.HOST: cpu_rate} if cpu_rate else {})
+    return Costs(step_seconds=step, kv_bytes_per_second=rates, wires={UP: Line(0.0, wire)}, hop_seconds=hop)
+
+
+# -- the CPU or the wire ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("host_is_read", "by_cpu"), [("in place", False), ("by the CPU", True), ("streamed", False)])
+def test_without_costs_the_configuration_says_it(host_is_read, by_cpu):
+    reads = ColdReads(host_is_read, LAYOUT)
+    for tokens in (1, 100):
+        assert reads.by_cpu({Tier.HOST: 1e9}, 1, tokens) == by_cpu
+        assert not reads.by_cpu({Tier.HOST: 0, Tier.DISK: 1e9}, 1, tokens)
+    assert reads.layers_ahead("auto") == LAYERS_AHEAD
+    assert host_is_read in reads.describe()
+
+
+@pytest.mark.parametrize("host_is_read", ["in place", "by the CPU"])
+def test_what_the_configuration_forces_no_cost_changes(host_is_read):
+    for found in (costs(wire=1e15, cpu_rate=1), costs(wire=1, cpu_rate=1e15)):
+        assert ColdReads(host_is_read, LAYOUT, found).by_cpu({Tier.HOST: 1e9}, 1, 1) == (host_is_read == "by the CPU")
+
+
+def test_the_faster_of_both_is_taken():
+    kv = {Tier.DEVICE: 1e6, Tier.HOST: 1e9}
+    assert ColdReads("streamed", LAYOUT, costs(wire=1e9, cpu_rate=5e9)).by_cpu(kv, 1, 1)
+    assert not ColdReads("streamed", LAYOUT, costs(wire=5e9, cpu_rate=1e9)).by_cpu(kv, 1, 1)
+
+
+def test_hops_decide_where_little_lies_there():
+    reads = ColdReads("streamed", LAYOUT, costs(wire=1e9, cpu_rate=5e9, hop=1e-3))
+    # Four layers hop for 4 ms; the wire is 0.8 ns a byte behind.
+    assert not reads.by_cpu({Tier.HOST: 4.9e6}, 1, 1)
+    assert reads.by_cpu({Tier.HOST: 5.1e6}, 1, 1)
+
+
+def test_a_copy_behind_computing_costs_nothing():
+    """Weights that take 100 ms hide 100 ms of copies; the CPU's part waits for nothing but the device's."""
+    kv = {Tier.HOST: 50e6}
+    assert ColdReads("streamed", LAYOUT, costs(wire=1e9, cpu_rate=2e9)).by_cpu(kv, 1, 1)
+    assert not ColdReads("streamed", LAYOUT, costs(wire=1e9, cpu_rate=2e9, step=0.1)).by_cpu(kv, 1, 1)
+
+
+def test_a_prompt_is_never_attended_to_by_the_cpu():
+    reads = ColdReads("streamed", LAYOUT, costs(wire=1e6, cpu_rate=1e12))
+    assert [reads.by_cpu({Tier.HOST: 1e9}, 1, tokens) for tokens in (1, 2, 2048)] == [True, False, False]
+
+
+def test_where_the_cpu_cannot_attend_all_is_streamed():
+    reads = ColdReads("streamed", LAYOUT, costs(cpu_rate=None))
+    assert not reads.by_cpu({Tier.HOST: 1e12}, 1, 1)
+    assert "cannot attend" in reads.describe()
+
+
+# -- layers ahead -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("chunks_a_layer", "layers_ahead"), [(0.01, 1), (1, 1), (1.5, 2), (2.5, 3), (7.5, 8), (1000, MOST_LAYERS_AHEAD)]
+)
+def test_as_much_is_fetched_ahead_as_comes_while_a_layer_computes(chunks_a_layer, layers_ahead):
+    layers = len(LAYOUT.layers)
+    chunk_seconds = CHUNK_TOKENS * LAYOUT.token_bytes / layers / 1e9
+    reads = ColdReads("streamed", LAYOUT, costs(wire=1e9, step=layers * chunks_a_layer * chunk_seconds))
+    assert reads.layers_ahead("auto") == layers_ahead
+    assert [reads.layers_ahead(given) for given in (0, 3, 10**9)] == [0, 3, 10**9]
+
+
+# -- measured ---------------------------------------------------------------------------------------------------------
+
+
+def facts(layout):
+    return ModelFacts(3 * max(spec.kv_heads for spec in layout.groups), 1 << 20)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_what_is_measured_is_a_machine(name):
+    layout = small_layout(name)
+    with small_engine(layout, device_tokens=400, host_tokens=400, bounce=True) as engine:
+        found = measure(engine.stores, engine.transfers, facts(layout))
+        assert found.step_seconds == (1 << 20) / found.kv_bytes_per_second[Tier.DEVICE]
+        assert found.wires[UP].bytes_per_second > 0
+        assert found.wires[UP].latency_seconds >= 0
+        assert (Tier.HOST in found.kv_bytes_per_second) == (not cpu.unsupported(torch.float32, 4, 4, 3))
+        assert found.hop_seconds >= 0
+        # Nobody minds what was written meanwhile, and nothing is under way.
+        batch, plain = engine.open(), PlainCache(layout)
+        for seed, count in enumerate((30, 1, 1)):
+            forward(batch, plain, random_tokens(layout, 1, count, seed))
+
+
+@pytest.mark.parametrize("tokens", [24, 60])
+def test_the_smallest_pools_are_measured_too(tokens):
+    with small_engine(LAYOUT, device_tokens=60, host_tokens=tokens, bounce=True) as engine:
+        assert measure(engine.stores, engine.transfers, facts(LAYOUT)).wires[UP].bytes_per_second > 0
+
+
+def test_a_head_that_has_no_cpu_kernel_has_no_rate(monkeypatch):
+    monkeypatch.setattr(cpu, "unsupported", lambda *_: "there is no compiler")
+    with small_engine(LAYOUT, device_tokens=400, host_tokens=400, bounce=True) as engine:
+        found = measure(engine.stores, engine.transfers, facts(LAYOUT))
+        assert set(found.kv_bytes_per_second) == {Tier.DEVICE}
+
+
+@pytest.mark.parametrize(
+    ("options", "cold_read", "gathered", "measured"),
+    [
+        ({"bounce": True}, "auto", False, True),
+        ({"bounce": True}, "auto", True, False),  # a gathered layer is always streamed
+        ({"bounce": True}, "stream", False, False),
+        ({"bounce": True}, "compute", False, False),
+        ({}, "auto", False, False),  # read in place
+        ({"host_tokens": 0}, "auto", False, False),
+    ],
+)
+def test_only_where_there_is_a_choice_something_is_measured(monkeypatch, options, cold_read, gathered, measured):
+    calls = []
+
+    def measured_once(*args):
+        calls.append(args)
+        return costs()
+
+    monkeypatch.setattr(bandwidths, "measure", measured_once)
+    with small_engine(LAYOUT, device_tokens=400, **{"host_tokens": 400} | options) as engine:
+        for known in (facts(LAYOUT), None):
+            reads = cold_reads_of(engine.stores, engine.transfers, cold_read, known, gathered=gathered)
+            assert reads.host_is_read == engine.stores.host_is_read(cold_read)
+    assert len(calls) == measured
+
+
+@pytest.mark.parametrize("error", [TransferTimeout("stuck"), RuntimeError("CUDA error: out of memory")])
+def test_what_cannot_be_measured_is_streamed_and_said(monkeypatch, caplog, error):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(bandwidths, "measure", fail)
+    with (
+        small_engine(LAYOUT, device_tokens=400, host_tokens=400, bounce=True) as engine,
+        caplog.at_level(logging.WARNING),
+    ):
+        reads = cold_reads_of(engine.stores, engine.transfers, "auto", facts(LAYOUT), gathered=False)
+    assert str(error) in caplog.text
+    assert reads.describe() == "blocks in host memory are streamed"
+    assert not reads.by_cpu({Tier.HOST: 1e9}, 1, 1)

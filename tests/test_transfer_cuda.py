@@ -17,8 +17,10 @@ from tierkv.transfer_cuda import CudaTransfers, TorchCuda
 
 
 class TestCudaTransfers(TransferContract):
+    takes_rows = False
+
     def make(self):
-        self.cuda = FakeCuda()
+        self.cuda = FakeCuda(takes_rows=self.takes_rows)
         return CudaTransfers("cuda:0", self.workers, self.cuda)
 
     def read_after_order(self, engine, tensor):
@@ -26,6 +28,10 @@ class TestCudaTransfers(TransferContract):
         self.cuda.launch(lambda: seen.append(tensor.clone()))
         self.cuda.advance()
         return seen[0]
+
+
+class TestCudaTransfersOfRows(TestCudaTransfers):
+    takes_rows = True
 
 
 @pytest.fixture
@@ -87,6 +93,18 @@ def test_strided_host_memory_is_copied_in_contiguous_pieces(cuda, wire):
         engine.wait(engine.submit([copy_of(pair, wire=wire)]))  # FakeCuda refuses a strided host tensor
     assert torch.equal(pair[0], data(2, 3, 4, 5))
     assert sum(what == "copy" for _, what in cuda.log) == 2 * 3
+
+
+@pytest.mark.parametrize("wire", [DOWN, UP], ids=lambda wire: wire.label)
+def test_evenly_spaced_rows_are_one_copy_where_cuda_takes_them(wire):
+    cuda = FakeCuda(takes_rows=True)
+    device, host = cuda.on_device(torch.zeros(2, 3, 4, 5)), torch.zeros(2, 3, 2, 4, 5)[:, :, 1]
+    pair = (host, device) if wire is DOWN else (device, host)
+    pair[1].copy_(data(2, 3, 4, 5))
+    with engine_on(cuda) as engine:
+        engine.wait(engine.submit([copy_of(pair, wire=wire)]))
+    assert torch.equal(pair[0], data(2, 3, 4, 5))
+    assert sum(what == "copy" for _, what in cuda.log) == 1
 
 
 # -- how long the stream stands still -----------------------------------------------------------------------------------

@@ -43,8 +43,15 @@ class ColdReads:
         if costs is not None:
             self._model = CostModel(costs, len(layout.layers), layout.block_bytes, layout.block_size)
 
+    @property
+    def has_choice(self) -> bool:
+        """Whether ``by_cpu`` is to be asked; otherwise ``host_is_read`` says it all."""
+        if self._model is None or self.host_is_read != "streamed":
+            return False
+        return Tier.HOST in self._model.costs.kv_bytes_per_second
+
     def by_cpu(self, kv_bytes: Mapping[Tier, float], rows: int, tokens: int) -> bool:
-        """Return whether the CPU shall attend to what lies in host memory, in one step.
+        """Return whether the CPU shall attend to what lies in host memory, in one step of an engine that has the choice.
 
         Args:
             kv_bytes: that the step reads, by tier, all rows and layers together.
@@ -52,9 +59,7 @@ class ColdReads:
             tokens: new ones of every row. The CPU's arithmetic grows with them and a copy does not, so that more than one
                 are always streamed.
         """
-        if self.host_is_read != "streamed" or not kv_bytes.get(Tier.HOST):
-            return self.host_is_read == "by the CPU" and bool(kv_bytes.get(Tier.HOST))
-        if self._model is None or tokens > 1 or Tier.HOST not in self._model.costs.kv_bytes_per_second:
+        if self._model is None or tokens > 1 or not kv_bytes.get(Tier.HOST):
             return False
         computed, streamed = (self._model.decode(kv_bytes, rows=rows, read=read) for read in ("compute", "stream"))
         return computed.seconds < streamed.seconds

@@ -280,7 +280,7 @@ class Engine:
 
     def finish_step(self, step: Step, *, paged: bool) -> None:
         """Count a committed forward and start what may happen in the background."""
-        by_cpu = paged and self.paged.cpu_attends
+        by_cpu = paged and self.paged.cpu_attended
         self.count(
             forwards=1, paged_forwards=int(paged), cpu_forwards=int(by_cpu), tokens=step.count * len(step.tables)
         )

@@ -52,7 +52,11 @@ class _Plan:
 
 
 class PagedReader:
-    """Attends layer by layer within one step at a time. Called by the thread that runs the model."""
+    """Attends layer by layer within one step at a time. Called by the thread that runs the model.
+
+    Attributes:
+        cpu_attended: whether the CPU attended to blocks in host memory in this step, or else in the last.
+    """
 
     def __init__(
         self,
@@ -78,6 +82,7 @@ class PagedReader:
         self._cold_reads = cold_reads
         self._in_place = {Tier.DEVICE, Tier.HOST} if cold_reads.host_is_read == "in place" else {Tier.DEVICE}
         self._by_cpu: set[Tier] = set()
+        self.cpu_attended = False
         self._step: Step | None = None
         self._first_seen: Sequence[int] = ()
         self._own_in_place = False
@@ -95,9 +100,8 @@ class PagedReader:
             first_seen: per row, the position of the first token that is not padding.
         """
         self._step, self._first_seen = step, first_seen
-        self._by_cpu = (
-            {Tier.HOST} if self._cold_reads.by_cpu(self._kv_bytes(step), len(step.reads), step.count) else set()
-        )
+        self._by_cpu = {Tier.HOST} if self._asks_cpu(step) else set()
+        self.cpu_attended = False
         self._plans, self._new = {}, {}
         # What this step writes is read back from the pool where it is written there at once.
         self._own_in_place = all(extent.tier is Tier.DEVICE for extents in step.writes for extent in extents)
@@ -173,6 +177,7 @@ class PagedReader:
         query_there = query.cpu() if any(plan.by_cpu) else query
         parts = [attention(self._runs_of(plan, group), member)]
         if any(plan.by_cpu):
+            self.cpu_attended = True
             part = dispatch.attention(
                 query_there, self._runs_of(plan, group, by_cpu=True), member,
                 start=step.start, scale=scale, window=window, softcap=softcap,
@@ -191,11 +196,6 @@ class PagedReader:
             self._fetch_through(unit + self._scratch.num_buffers)
         out, _ = dispatch.merge(parts, sinks)
         return out.to(query.dtype)
-
-    @property
-    def cpu_attends(self) -> bool:
-        """Whether the CPU attends to what lies in host memory, in this step or the last."""
-        return bool(self._by_cpu)
 
     def end(self, step: Step) -> None:
         """Wait for fetches of ``step`` that nobody collected; needed before its slots may be given up.
@@ -240,13 +240,17 @@ class PagedReader:
                 plan.in_place[row] += clip(step.writes[row], max(first, self._first_seen[row]), step.stop)
         return plan
 
-    def _kv_bytes(self, step: Step) -> dict[Tier, float]:
-        """Return what a step reads, by tier, all layers together; what a window leaves out is in it too."""
+    def _asks_cpu(self, step: Step) -> bool:
+        """Return whether the CPU shall attend to what lies in host memory."""
+        if not self._cold_reads.has_choice:
+            return self._cold_reads.host_is_read == "by the CPU"
         tokens = dict.fromkeys(Tier, 0)
         for extents in step.reads:
             for extent in extents:
                 tokens[extent.tier] += extent.stop - extent.start
-        return {tier: number * self._layout.token_bytes for tier, number in tokens.items()}
+        # What a window leaves out is counted too, for either way of reading.
+        kv_bytes = {tier: number * self._layout.token_bytes for tier, number in tokens.items()}
+        return self._cold_reads.by_cpu(kv_bytes, len(step.reads), step.count)
 
     def _cut(self, extent: Extent) -> list[Extent]:
         """Cut an extent at block boundaries into pieces that fit a buffer."""

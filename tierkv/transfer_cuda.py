@@ -21,6 +21,7 @@ from tierkv.errors import ClosedError, TransferTimeout
 from tierkv.interrupts import Latch, deferred_interrupt
 from tierkv.tier import Tier
 from tierkv.transfer import WAIT_SECONDS, Copy, StallClock, Ticket, TransferEngine, wait_for
+from tierkv.transfer_rows import copy_rows, find_memcpy_2d, pieces, rows_of
 
 if TYPE_CHECKING:
     import torch
@@ -45,8 +46,11 @@ class CudaApi(Protocol):
     def use(self, stream: Any) -> AbstractContextManager[Any]:
         """Make ``stream`` current for the calling thread."""
 
+    takes_rows: bool
+    """Whether ``copy`` takes what is no more than evenly spaced rows, too."""
+
     def copy(self, destination: "torch.Tensor", source: "torch.Tensor") -> None:
-        """Enqueue a copy on the current stream. The end in host memory is pinned and contiguous."""
+        """Enqueue a copy on the current stream. The end in host memory is pinned, and contiguous where rows are not taken."""
 
 
 class TorchCuda:
@@ -59,10 +63,18 @@ class TorchCuda:
         self.new_event = functools.partial(torch.cuda.Event, enable_timing=True)
         self.current_stream = torch.cuda.current_stream
         self.use = torch.cuda.stream
+        self._memcpy_2d = find_memcpy_2d()
+        self.takes_rows = self._memcpy_2d is not None
 
     def copy(self, destination: "torch.Tensor", source: "torch.Tensor") -> None:
-        """Enqueue a copy on the current stream."""
-        destination.copy_(source, non_blocking=True)
+        """Enqueue a copy on the current stream, in one piece where both ends are evenly spaced rows."""
+        dense = destination.is_contiguous() and source.is_contiguous()
+        rows = None if dense or self._memcpy_2d is None else rows_of(destination, source)
+        if rows is None or self._memcpy_2d is None:
+            destination.copy_(source, non_blocking=True)
+            return
+        device = destination.device if destination.is_cuda else source.device
+        copy_rows(self._memcpy_2d, destination, source, rows, self.current_stream(device).cuda_stream)
 
 
 @dataclass(eq=False)
@@ -222,7 +234,7 @@ class CudaTransfers(TransferEngine):
             try:
                 with self._api.use(stream):
                     for copy in copies:
-                        for destination, source in _pieces(copy):
+                        for destination, source in pieces(copy, rows=self._api.takes_rows):
                             self._api.copy(destination, source)
             finally:  # what an error left on the stream still runs, and is waited for
                 event = self._api.new_event()
@@ -282,29 +294,3 @@ def _direction(copy: Copy) -> str | None:
 def _stays_on_host(copy: Copy) -> bool:
     """Return whether both ends of the tensors lie in host memory, so that no stream orders the copy."""
     return bool(copy.tensors) and _direction(copy) is None
-
-
-def _pieces(copy: Copy) -> "Iterator[tuple[torch.Tensor, torch.Tensor]]":
-    """Yield the pairs of a copy, split so that the end in host memory is contiguous.
-
-    PyTorch packs a strided host tensor into pageable memory, on the host, at once: before the work that the copy must
-    follow, or blocking the caller until that work is done. A strided device tensor is packed on the stream.
-    """
-    for pair in copy.tensors:
-        if copy.wire.destination is not Tier.DEVICE:
-            yield from _split(*pair, host=0)
-        elif copy.wire.source is not Tier.DEVICE:
-            yield from _split(*pair, host=1)
-        else:
-            yield pair
-
-
-def _split(
-    destination: "torch.Tensor", source: "torch.Tensor", *, host: int
-) -> "Iterator[tuple[torch.Tensor, torch.Tensor]]":
-    pair = destination, source
-    if pair[host].is_contiguous() or destination.shape != source.shape:
-        yield pair
-        return
-    for part_of_destination, part_of_source in zip(destination, source, strict=True):
-        yield from _split(part_of_destination, part_of_source, host=host)

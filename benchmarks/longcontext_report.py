@@ -148,7 +148,7 @@ def _answers(page: Page, rows: Sequence[Row]) -> None:
         heat_map(
             "Score by task", "cache", "task", caches, tasks,
             [[mean_score(grouped.get((task, cache), ())) for cache in caches] for task in tasks],
-            value_label="score", value_format="percent",
+            value_label="score", value_format="percent", ends=(0, 1),
         ),
         caption="Mean over all lengths and samples. Exact caches have the same scores where their tokens are the same.",
     )  # fmt: skip
@@ -166,7 +166,7 @@ def _needle(task: str, cache: str, rows: Sequence[Row]) -> Chart:
     return heat_map(
         f"{task}: score with {cache}", "context in tokens", "depth", lengths, depths,
         [[mean_score(grouped.get((depth, length), ())) for length in lengths] for depth in depths],
-        value_label="score", x_format="tokens", y_format="percent", value_format="percent",
+        value_label="score", x_format="tokens", y_format="percent", value_format="percent", ends=(0, 1),
     )  # fmt: skip
 
 

@@ -129,6 +129,21 @@ def test_a_heat_map_says_its_values_and_ends():
     assert {"10%", "90%", "n/a", "16GiB", "all"} <= set(texts_of(ET.fromstring(drawn.svg)))
 
 
+def test_colours_of_a_heat_map_may_have_fixed_ends():
+    def colours(values, **options):
+        drawn = draw(heat_map("t", "x", "y", list(range(len(values))), ["a"], [values], **options), "f")
+        assert drawn.ramp is not None
+        fields = re.findall(r"<title>[^<]*</title><path [^>]*fill: (#[0-9a-f]{6})", drawn.svg)
+        return drawn.ramp[1:3], fields
+
+    ends, (low, high) = colours([0.0, 1.0])
+    assert ends == ("0", "1")
+    assert colours([1.0], ends=(0, 1)) == (("0", "1"), [high])
+    assert colours([0.0], ends=(0, 1)) == (("0", "1"), [low])
+    assert colours([2.0], ends=(0, 1))[0] == ("0", "2")
+    assert colours([1.0])[1] not in ([low], [high])
+
+
 @pytest.mark.parametrize(
     ("chart", "note"),
     [

@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierkv import transfer
+from tierkv import transfer_clocks
 from tierkv.testing.engines import PlainCache, forward, random_tokens, small_engine, small_layout
 from tierkv.testing.stores import DictStore
 from tierkv.testing.transfers import DOWN, RESTORE, UP, Gate, ManualTransfers
-from tierkv.transfer import Copy, ThreadTransfers, WireClock
+from tierkv.transfer import Copy, ThreadTransfers
+from tierkv.transfer_clocks import WireClock
 
 TICKS = 200
 
@@ -42,11 +43,11 @@ def test_what_overlaps_counts_once(spans, wires):
 def test_spans_long_past_are_a_sum(monkeypatch):
     clock, now = WireClock(), [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    for number in range(10 * transfer._RECENT_SPANS):
+    for number in range(10 * transfer_clocks._RECENT_SPANS):
         now[0] = number + 0.5
         clock.ended(UP, float(number))
-    assert clock.seconds() == {UP: 5.0 * transfer._RECENT_SPANS}
-    assert len(clock._recent[UP]) <= 2 * transfer._RECENT_SPANS
+    assert clock.seconds() == {UP: 5.0 * transfer_clocks._RECENT_SPANS}
+    assert len(clock._recent[UP]) <= 2 * transfer_clocks._RECENT_SPANS
 
 
 def test_two_copies_at_the_same_time_are_one_stretch_of_work():

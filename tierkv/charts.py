@@ -147,6 +147,7 @@ def heat_map(
     y_format: Format = "number",
     value_format: Format = "number",
     value_log: bool = False,
+    ends: tuple[float, float] | None = None,
 ) -> Chart:
     """Return a chart of one coloured field for each pair of x and y.
 
@@ -162,6 +163,8 @@ def heat_map(
         y_format: those of y.
         value_format: what the values are.
         value_log: whether colours go by the values' logarithm.
+        ends: values that the colours begin and end with, so that maps can be compared; values beyond them move them. None:
+            the smallest and the largest.
 
     Raises:
         ValueError: the values do not fit xs and ys, or a format is not known.
@@ -182,7 +185,7 @@ def heat_map(
     alt = f"Heat map: {plain(title)}. {value.label} for {len(xs)} values of {x.label} and {len(ys)} of {y.label}."
     if known:
         alt += f" From {format_value(min(known), value_format)} to {format_value(max(known), value_format)}."
-    drawing = Heat(x, y, value, tuple(across), tuple(up), drawn)
+    drawing = Heat(x, y, value, tuple(across), tuple(up), drawn, ends)
     return _chart(title, alt, drawing if known else None, columns, rows, refused.notes("Fields"))
 
 

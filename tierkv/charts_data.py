@@ -81,6 +81,7 @@ class Heat:
     xs: tuple[str, ...]
     ys: tuple[str, ...]
     values: tuple[tuple[float, ...], ...]
+    ends: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)

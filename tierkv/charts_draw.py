@@ -167,7 +167,7 @@ def _bars(bars: Bars, alt: str, prefix: str) -> Picture:
 
 
 def _heat(heat: Heat, alt: str, prefix: str) -> Picture:
-    known = [value for row in heat.values for value in row if value == value]
+    known = [*(heat.ends or ()), *(value for row in heat.values for value in row if value == value)]
     low, high = min(known), max(known)
     place = math.log if heat.value.log else float
     span = place(high) - place(low)

@@ -8,7 +8,8 @@ from tierkv.errors import StoreFull, TransferTimeout, UnsafeCall, UnsupportedMod
 from tierkv.layout import BlockLayout
 from tierkv.moves import Step
 from tierkv.tier import Tier, Wire
-from tierkv.transfer import Copy, WireClock
+from tierkv.transfer import Copy
+from tierkv.transfer_clocks import WireClock
 
 if TYPE_CHECKING:
     import torch

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from tierkv.errors import ClosedError, TransferTimeout
 from tierkv.interrupts import Latch, deferred_interrupt
 from tierkv.tier import Tier
-from tierkv.transfer import WAIT_SECONDS, Copy, StallClock, Ticket, TransferEngine, wait_for
+from tierkv.transfer import WAIT_SECONDS, Copy, Ticket, TransferEngine, wait_for
+from tierkv.transfer_clocks import StallClock
 from tierkv.transfer_rows import copy_rows, find_memcpy_2d, pieces, rows_of
 
 if TYPE_CHECKING:

@@ -40,8 +40,8 @@ def measure_copies(record: Record) -> None:
         record.part("steps of the paged path"),
         filled(layout, record.device, [content], device_share=SHARE) as (engine, batch),
     ):
-        # Whether a block's rows go in one copy; see tierkv.transfer_rows.
-        record.put(takes_rows=getattr(getattr(engine.transfers, "_api", None), "takes_rows", None))
+        # Whether the lines of a block go in one copy; see tierkv.transfer_pitched.
+        record.put(takes_pitched=getattr(getattr(engine.transfers, "_api", None), "takes_pitched", None))
         works: dict[str, Callable[[], object]] = {
             "paged_reads": lambda: _step(engine, batch, content, gathered=False),
             "writes_of_new_tokens": lambda: _refill(batch, content),

@@ -181,8 +181,9 @@ def merged(config: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
 
 
 def read_of(engine: Any) -> Read:
-    """Return how an engine's attention reads host memory."""
-    return "stream" if engine.stores.host_is_read(engine.config.attention.cold_read) == "streamed" else "compute"
+    """Return how an engine's attention read host memory in its last step."""
+    streams = engine.cold_reads.host_is_read == "streamed" and not engine.paged.cpu_attended
+    return "stream" if streams else "compute"
 
 
 def _lying(own: Filled) -> dict[Tier, int]:

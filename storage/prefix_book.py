@@ -149,6 +149,7 @@ class Book:
             return None
         policy.evicted(self, victim)
         self.release(victim.slot_bytes, victim.slot)
+        self.tables.delete(PINS, victim.key)  # if any, it is over
         return victim
 
     def drop(

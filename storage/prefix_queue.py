@@ -55,21 +55,23 @@ class Notes:
     Attributes:
         touched: keys that were found, with how often; the last block of a chain comes first.
         pins: keys to pin with their expiry (seconds since 1970), or None to unpin, in the order they were asked for.
+        holds: keys to pin until an expiry at least; a pin that lasts longer stays.
         sighted: first bytes of keys that were sighted.
         damaged: keys with the stamps of damaged records, and the wall time they were found at.
     """
 
     touched: dict[bytes, int] = field(default_factory=dict)
     pins: dict[bytes, float | None] = field(default_factory=dict)
+    holds: dict[bytes, float] = field(default_factory=dict)
     sighted: dict[bytes, None] = field(default_factory=dict)
     damaged: dict[bytes, tuple[int, float]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.touched or self.pins or self.sighted or self.damaged)
+        return bool(self.touched or self.pins or self.holds or self.sighted or self.damaged)
 
     def urgent(self) -> bool:
         """Whether they should not wait."""
-        return bool(self.pins or self.damaged)
+        return bool(self.pins or self.holds or self.damaged)
 
 
 class ShedQueue:
@@ -147,6 +149,13 @@ class ShedQueue:
             for key, expires in pins.items():
                 self._notes.pins.pop(key, None)
                 self._notes.pins[key] = expires
+            self._noted()
+
+    def hold(self, key: bytes, expires: float) -> None:
+        """Note that a block is pinned until then at least."""
+        with self._lock:
+            self._check_open()
+            self._notes.holds[key] = expires
             self._noted()
 
     def waits_sighted(self, starts: Sequence[bytes]) -> list[bool]:
@@ -247,7 +256,7 @@ class ShedQueue:
     def put_back(self, notes: Notes) -> None:
         """Keep notes that could not be written for the next time; newer ones win."""
         with self._lock:
-            for name in ("touched", "pins", "sighted", "damaged"):
+            for name in ("touched", "pins", "holds", "sighted", "damaged"):
                 old, new = getattr(notes, name), getattr(self._notes, name)
                 setattr(self._notes, name, {**old, **new} if len(old) + len(new) <= _MOST_NOTES else new)
             self._notes_since = time.monotonic()

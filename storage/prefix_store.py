@@ -265,14 +265,13 @@ class PrefixStore(PrefixCare):
     def import_(self, path: str | os.PathLike[str]) -> ExportReport:
         """Take a file from ``export`` in. Everything in it is checked, its keys are computed again.
 
-        Its blocks are pinned for a minute, so that whoever else writes to a full store does not have them evicted
-        before anybody can use them.
+        Its blocks are pinned for a minute, so that whoever else writes to a full store does not have them evicted before
+        anybody can use them. Where they take the whole store, nobody else's blocks find room for as long.
 
         Raises:
             StoreError: the file cannot be read, is damaged, or its blocks could not be written.
         """
         self.check_open()
-        self.flush(self._shared.wait_seconds)  # pins that wait are to be seen
         report = read_chain(Path(path), self._put_patiently)
         self.namespace(report.namespace, report.manifest)
         if not self.flush(self._shared.wait_seconds):
@@ -280,8 +279,5 @@ class PrefixStore(PrefixCare):
         return replace(report, stored=len(self._reader.find(report.namespace, report.keys)))
 
     def _put_patiently(self, namespace: bytes, block: Block) -> bool:
-        with self._reader.reading(), self._parts.read() as book:
-            pinned = book.is_pinned(block.key, time.time() + _IMPORT_SECONDS)
-        if not pinned:
-            self.pin([block.key], _IMPORT_SECONDS)
+        self._queue.hold(block.key, time.time() + _IMPORT_SECONDS)
         return self.put(namespace, block) or (self.flush(self._shared.wait_seconds) and self.put(namespace, block))

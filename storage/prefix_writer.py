@@ -1,7 +1,8 @@
 """PrefixWriter: the thread that puts blocks into the prefix store, a batch a transaction, and makes room for them.
 
 It may fail at any time and nobody notices but the counters: a batch that cannot be committed is dropped, then the writer
-pauses, longer each time, and blocks that come meanwhile are refused.
+pauses, longer each time, and blocks that come meanwhile are refused. Only a full index is tried again first: readers keep
+pages from being used anew, and let go of them soon.
 """
 
 import logging
@@ -35,8 +36,7 @@ _MOST_TOUCHED: Final = 1024
 _MOST_SIGHTED: Final = 65536
 _INDEX_BYTES_FOR_A_SIGHT: Final = 800
 _PAUSES_SECONDS: Final = (0.5, 60.0)
-_READ_SECONDS: Final = (0.02, 0.1, 0.3)
-"""Waits for those who read: a full index has room again as soon as they let go of the pages they look at."""
+_FULL_INDEX_PAUSES_SECONDS: Final = (0.02, 0.1, 0.3)
 _READERS_SECONDS: Final = 60.0
 
 
@@ -105,7 +105,7 @@ class PrefixWriter:
                 return
             blocks, notes = work
             try:
-                self._write_patiently(blocks, notes)
+                self._write(blocks, notes)
                 if blocks or notes:
                     self.failed, self._pause_seconds = None, 0.0
                 blocks, notes = [], Notes()
@@ -158,14 +158,6 @@ class PrefixWriter:
 
     # -- one batch ------------------------------------------------------------------------------------------------
 
-    def _write_patiently(self, blocks: list[Queued], notes: Notes) -> None:
-        for seconds in _READ_SECONDS:
-            try:
-                return self._write(blocks, notes)
-            except StoreFull:
-                self._queue.pause(seconds)
-        return self._write(blocks, notes)
-
     def _write(self, blocks: list[Queued], notes: Notes) -> None:
         if not blocks and not notes:
             return
@@ -174,24 +166,33 @@ class PrefixWriter:
         if later:
             self._queue.put_back(later)
             notes = replace(notes, touched=dict(islice(notes.touched.items(), most_touched)))
-        noted = ready = False
-        for _ in range(_ATTEMPTS):
-            with self._store.write() as book:
-                if not noted:
+        pauses, attempts = iter(_FULL_INDEX_PAUSES_SECONDS), _ATTEMPTS
+        while attempts:
+            counts: Counter[str] = Counter()
+            try:
+                with self._store.write() as book:
                     self._apply(book, notes)
-                waiting = self._missing(book, blocks)
-                blocks = self._make_room(book, waiting)
-                ready = book.settle(_need(blocks))
-                if ready:
-                    self._place(book, blocks)
-            noted = True
-            self._tally.add("shed", len(waiting) - len(blocks))
+                    kept = self._make_room(book, self._missing(book, blocks, counts), counts)
+                    ready = book.settle(_need(kept))
+                    if ready:
+                        self._place(book, kept)
+            except StoreFull:
+                self._disagreeing = True  # the index has forgotten what was done, the files have not
+                if (seconds := next(pauses, None)) is None:
+                    raise
+                self._queue.pause(seconds)
+                continue
+            # Committed: what was done is counted once, and not done again.
+            self._disagreeing = False
+            blocks, notes, attempts = kept, Notes(), attempts - 1
+            for name, number in counts.items():
+                self._tally.add(name, number)
             if ready:
-                self._tally.add("puts", len(blocks))
+                self._tally.add("puts", len(kept))
                 return
         self._tally.add("shed", len(blocks))
 
-    def _missing(self, book: Book, blocks: list[Queued]) -> list[Queued]:
+    def _missing(self, book: Book, blocks: list[Queued], counts: Counter[str]) -> list[Queued]:
         """Return the blocks that are to be written: not there yet, and what they continue is."""
         todo, known = [], set()
         for queued in blocks:
@@ -202,13 +203,13 @@ class PrefixWriter:
             if parent is not None and parent not in known:
                 found = book.find(parent)
                 if found is None or not found.stored:
-                    self._tally.add("shed")
+                    counts["shed"] += 1
                     continue
             todo.append(queued)
             known.add(key)
         return todo
 
-    def _make_room(self, book: Book, todo: list[Queued]) -> list[Queued]:
+    def _make_room(self, book: Book, todo: list[Queued], counts: Counter[str]) -> list[Queued]:
         """Evict until the blocks fit; return those that do: the first ones, since others continue them."""
         may_go = self._may_go(book, {queued.block.parent for queued in todo})
         excess = book.tables.pages() - self._store.index.page_limit
@@ -219,10 +220,10 @@ class PrefixWriter:
             if book.evict(self._store.policy, may_go) is None:
                 break
             evicted += 1
-        self._tally.add("evicted", evicted)
         kept = list(todo) if evicted >= doomed else []
         while kept and book.shortfall(_need(kept)):
             kept.pop()
+        counts.update(evicted=evicted, shed=len(todo) - len(kept))
         return kept
 
     def _may_go(self, book: Book, parents: set[bytes | None]) -> Callable[[Entry], bool]:
@@ -261,7 +262,6 @@ class PrefixWriter:
     def _apply(self, book: Book, notes: Notes) -> None:
         if self._disagreeing:
             agree_with_files(book)
-            self._disagreeing = False
         for key, (stamp, noticed) in notes.damaged.items():
             row = book.find(key)
             if row is not None and row.stored and row.stamp == stamp:
@@ -276,6 +276,9 @@ class PrefixWriter:
             if expires is None:
                 book.tables.delete(PINS, key)
             else:
+                book.tables.put(PINS, key, rows.pack_expiry(key, expires))
+        for key, expires in notes.holds.items():
+            if not book.is_pinned(key, expires):
                 book.tables.put(PINS, key, rows.pack_expiry(key, expires))
         self._sight(book, notes.sighted)
 

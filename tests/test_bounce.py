@@ -68,7 +68,7 @@ def test_what_comes_from_disk_lands_in_the_host_pool(name):
 def test_whatever_order_streams_allow_the_layers_are_right(seed):
     """A simulated CUDA: a buffer that was filled too early, or a slot reused too early, shows as poison or mixed bytes."""
     rng = random.Random(seed)
-    layout, cuda = small_layout(rng.choice(sorted(LAYOUTS))), FakeCuda(seed, takes_rows=rng.random() < 0.5)
+    layout, cuda = small_layout(rng.choice(sorted(LAYOUTS))), FakeCuda(seed, takes_pitched=rng.random() < 0.5)
     transfers = CudaTransfers("cuda:0", 2, cuda)
     with engine_with(layout, transfers, device_tokens=600, host_tokens=600) as engine:
         shrink(engine, num_buffers=rng.randint(1, 3))

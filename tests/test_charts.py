@@ -286,6 +286,20 @@ def test_wrong_calls_say_what_is_legal():
         heat_map("t", "x", "y", [1, 2], [1], [[0]])
 
 
+@pytest.mark.parametrize(
+    ("ends", "log", "what"),
+    [
+        ((1, 0), False, "smaller first"),
+        ((0, NAN), False, "two numbers"),
+        ((0, 0), False, "smaller"),
+        ((0, 1), True, "above zero"),
+    ],
+)
+def test_colours_need_ends_that_are_apart(ends, log, what):
+    with pytest.raises(ValueError, match=what):
+        heat_map("t", "x", "y", [1], [1], [[0.5]], ends=ends, value_log=log)
+
+
 def test_settings_of_the_user_neither_matter_nor_change():
     before = draw(LINES, "f").svg
     with mpl.rc_context({"font.size": 30, "lines.linewidth": 9, "svg.fonttype": "path"}):

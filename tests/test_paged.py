@@ -189,9 +189,10 @@ def test_gathered_and_paged_forwards_may_follow_each_other(make):
 def test_the_way_to_read_host_memory_may_change_from_step_to_step(make, seed):
     """Few bytes are streamed, and from some on the CPU attends to them: the hops are dear here, and the wire is slow."""
     rng = random.Random(seed)
-    bench = make(rng.choice(list(LAYOUTS)), device_slots=3, host_slots=40, rows=rng.randint(1, 2), bounce=True)
+    host_slots = 40 if seed % 2 else 12  # where these are few, the disk is read in the same steps
+    bench = make(rng.choice(list(LAYOUTS)), device_slots=3, host_slots=host_slots, rows=rng.randint(1, 2), bounce=True)
     layout = bench.layout
-    turns_at = 30 * layout.token_bytes  # bytes whose copy takes as long as all hops
+    turns_at = 20 * layout.token_bytes  # bytes whose copy takes as long as all hops
     costs = Costs(
         step_seconds=0.0, kv_bytes_per_second={Tier.DEVICE: 1e18, Tier.HOST: 1e18}, hop_seconds=1 / len(layout.layers),
         wires={Wire(Tier.HOST, Tier.DEVICE): Line(0.0, turns_at)},
@@ -205,11 +206,25 @@ def test_the_way_to_read_host_memory_may_change_from_step_to_step(make, seed):
         seen.append((count, counters.cpu_forwards - counted))
         counted = counters.cpu_forwards
         bench.transfers.finish_some(rng)
+    assert (bench.engine.manager.census()[Tier.DISK][0] > 0) == (host_slots == 12)
     assert {by_cpu for _, by_cpu in seen} == {0, 1}
     assert not [one for one in seen if one[0] > 1 and one[1]]
     by_cpu = [here for count, here in seen if count == 1]
     assert (by_cpu[0], by_cpu[-1]) == (0, 1)
-    assert "attended to by the CPU" in bench.engine.stats().cold_read
+    assert "attended to by the CPU" in bench.engine.cold_reads.describe()
+
+
+def test_another_default_device_changes_nothing(make):
+    bench = make("two groups")
+    for count in (13, 1, 1):
+        new = bench.tokens(count)
+        for layer in range(len(new)):
+            query = bench.queries(layer, count)
+            with torch.device("meta"):
+                bench.append(layer, new)
+                got = bench.attend(layer, query)
+            torch.testing.assert_close(got.double(), bench.expected(layer, query, new), rtol=2e-6, atol=2e-6)
+        bench.plain.extend(new)
 
 
 # -- when ---------------------------------------------------------------------------------------------------------------

@@ -17,10 +17,10 @@ from tierkv.transfer_cuda import CudaTransfers, TorchCuda
 
 
 class TestCudaTransfers(TransferContract):
-    takes_rows = False
+    takes_pitched = False
 
     def make(self):
-        self.cuda = FakeCuda(takes_rows=self.takes_rows)
+        self.cuda = FakeCuda(takes_pitched=self.takes_pitched)
         return CudaTransfers("cuda:0", self.workers, self.cuda)
 
     def read_after_order(self, engine, tensor):
@@ -30,8 +30,8 @@ class TestCudaTransfers(TransferContract):
         return seen[0]
 
 
-class TestCudaTransfersOfRows(TestCudaTransfers):
-    takes_rows = True
+class TestCudaTransfersOfPitched(TestCudaTransfers):
+    takes_pitched = True
 
 
 @pytest.fixture
@@ -96,8 +96,8 @@ def test_strided_host_memory_is_copied_in_contiguous_pieces(cuda, wire):
 
 
 @pytest.mark.parametrize("wire", [DOWN, UP], ids=lambda wire: wire.label)
-def test_evenly_spaced_rows_are_one_copy_where_cuda_takes_them(wire):
-    cuda = FakeCuda(takes_rows=True)
+def test_a_pitched_tensor_is_one_copy_where_cuda_takes_it(wire):
+    cuda = FakeCuda(takes_pitched=True)
     device, host = cuda.on_device(torch.zeros(2, 3, 4, 5)), torch.zeros(2, 3, 2, 4, 5)[:, :, 1]
     pair = (host, device) if wire is DOWN else (device, host)
     pair[1].copy_(data(2, 3, 4, 5))
@@ -209,7 +209,7 @@ def test_a_forgotten_ticket_keeps_its_tensors_until_the_copy_has_run(cuda):
 
 
 def test_the_real_api_is_that_of_torch():
-    api = TorchCuda()
+    api = TorchCuda("cuda")
     assert api.new_stream is torch.cuda.Stream
     assert (api.new_event.func, api.new_event.keywords) == (torch.cuda.Event, {"enable_timing": True})
     assert (api.current_stream, api.use) == (torch.cuda.current_stream, torch.cuda.stream)

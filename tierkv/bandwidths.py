@@ -1,6 +1,7 @@
 """Bandwidths: what an engine measures of its machine when it opens, in some milliseconds, on its own empty pools.
 
-Only where there is something to choose: see ``tierkv.cold_reads``.
+Only where host memory is streamed, so never on a CPU, and for ``tierkv.cold_reads``. The first engine of a model on a machine
+also compiles the CPU's kernel for its heads, about a second each, which is kept.
 """
 
 import logging
@@ -37,7 +38,8 @@ class ModelFacts:
 
     Attributes:
         query_heads: of a layer.
-        weight_bytes: of all parameters, each of which a forward reads.
+        weight_bytes: of all parameters. A forward reads fewer where a mixture of experts is in them: then more copies are
+            taken to hide behind computing than really do.
     """
 
     query_heads: int
@@ -47,7 +49,7 @@ class ModelFacts:
 def cold_reads_of(
     stores: "Stores", transfers: TransferEngine, cold_read: str, facts: ModelFacts | None, *, gathered: bool
 ) -> ColdReads:
-    """Return the choices of an engine that has just been opened; its pools must be empty.
+    """Return the choices of an engine that has just been opened. Overwrites its pools, which must be empty.
 
     Args:
         stores: of the engine.
@@ -57,33 +59,37 @@ def cold_reads_of(
         gathered: whether layers are gathered whole, so that all of them are streamed.
     """
     host_is_read = stores.host_is_read(cold_read)
+    may_choose = cold_read == "auto" and not gathered
     costs = None
-    if facts and stores.host and cold_read == "auto" and host_is_read == "streamed" and not gathered:
+    if facts and stores.host and host_is_read == "streamed":
         try:
-            costs = measure(stores, transfers, facts)
+            costs = measure(stores, transfers, facts, cpu_too=may_choose)
         except (TierKVError, RuntimeError) as error:  # the second is how PyTorch reports whatever a GPU refuses
             log.warning("the bandwidths of this machine cannot be measured, so host memory is streamed: %s", error)
     return ColdReads(host_is_read, stores.layout, costs)
 
 
-def measure(stores: "Stores", transfers: TransferEngine, facts: ModelFacts) -> Costs:
+def measure(stores: "Stores", transfers: TransferEngine, facts: ModelFacts, *, cpu_too: bool = True) -> Costs:
     """Return the costs of a model on this machine, as far as the choice needs them.
 
     Overwrites slots of both pools. Of each figure the best of three rounds: what disturbs makes it slower, never faster.
+    ``step_seconds`` is the weights' share alone, without launches and Python, so less is taken to hide behind it.
 
     Args:
         stores: with a host pool.
         transfers: that copies between the pools.
         facts: of the model.
+        cpu_too: also measure attention by the CPU, if it can attend to such heads.
 
     Raises:
         TierKVError: a copy failed.
+        RuntimeError: the device failed.
     """
     device_rate = _device_rate(stores)
     rates = {Tier.DEVICE: device_rate}
     wire = _wire(stores, transfers)
     hop_seconds = 0.0
-    if _cpu_can_attend(stores.layout, facts):
+    if cpu_too and _cpu_can_attend(stores.layout, facts):
         there = _attention_by_cpu(stores, facts)
         rates[Tier.HOST] = there.bytes_per_second
         hop_seconds = there.latency_seconds + _hop(stores, facts)
@@ -115,7 +121,7 @@ def _wire(stores: "Stores", transfers: TransferEngine) -> Line:
         pairs = list(zip(device.views(0, run, 0, tokens), host.views(0, run, 0, tokens), strict=True))
         num_bytes = sum(source.nbytes for _, source in pairs)
         copies = [Copy(_UP, num_bytes, pairs)] * max(1, min(64, _SAMPLE_BYTES // num_bytes))
-        return num_bytes, _best(lambda: transfers.settle(transfers.submit(copies)), device.device) / len(copies)
+        return num_bytes, _best(lambda: transfers.wait(transfers.submit(copies)), device.device) / len(copies)
 
     longest = min(host.slots_per_segment, device.slots_per_segment)
     return _line(seconds(1), seconds(longest), 2)  # two pieces: K and V
@@ -152,7 +158,7 @@ def _attention_by_cpu(stores: "Stores", facts: ModelFacts) -> Line:
 
     host, layout = stores.slab(Tier.HOST), stores.layout
     spec = layout.groups[0]
-    query = torch.ones((1, facts.query_heads, 1, spec.key_dim), dtype=getattr(torch, layout.dtype))
+    query = torch.ones((1, facts.query_heads, 1, spec.key_dim), dtype=getattr(torch, layout.dtype), device="cpu")
 
     def seconds(slots: int) -> tuple[int, float]:
         extents, num_bytes = [], 0
@@ -185,8 +191,8 @@ def _hop(stores: "Stores", facts: ModelFacts) -> float:
     query = torch.zeros(
         (1, facts.query_heads, 1, spec.key_dim), dtype=getattr(torch, stores.layout.dtype), device=device
     )
-    out = torch.zeros((1, 1, facts.query_heads, spec.value_dim))
-    lse = torch.zeros((1, 1, facts.query_heads))
+    out = torch.zeros((1, 1, facts.query_heads, spec.value_dim), device="cpu")
+    lse = torch.zeros((1, 1, facts.query_heads), device="cpu")
     repeats = 10
 
     def hop() -> None:

@@ -9,6 +9,7 @@ drawn (no number, infinite, at or below zero on a logarithmic axis) is left out 
 is counted in the chart's notes. None is a value that is not there: a gap, and nothing to tell.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
@@ -167,8 +168,15 @@ def heat_map(
             the smallest and the largest.
 
     Raises:
-        ValueError: the values do not fit xs and ys, or a format is not known.
+        ValueError: the values do not fit xs and ys, a format is not known, or the ends are not two numbers, the smaller
+            first, above zero where colours go by the logarithm.
     """
+    if ends is not None and not (math.isfinite(ends[0]) and math.isfinite(ends[1]) and ends[0] < ends[1]):
+        raise ValueError(
+            f"a heat map's colours cannot go from {ends[0]} to {ends[1]}; give two numbers, the smaller first"
+        )
+    if ends is not None and value_log and ends[0] <= 0:
+        raise ValueError(f"colours by the logarithm cannot begin at {ends[0]}; give a number above zero")
     if len(values) != len(ys) or any(len(row) != len(xs) for row in values):
         shape = f"{len(values)} rows of {spoken(sorted({str(len(row)) for row in values}) or ['no'])} values"
         raise ValueError(

@@ -17,7 +17,7 @@ from tierkv.tier import Tier, Wire
 HostIsRead = Literal["in place", "by the CPU", "streamed"]
 LAYERS_AHEAD: Final = 2
 """Where nothing was measured: on a CPU, and where nothing is streamed from host memory."""
-MOST_LAYERS_AHEAD: Final = 8
+MOST_LAYERS_AHEAD: Final = 4
 _UP: Final = Wire(Tier.HOST, Tier.DEVICE)
 
 
@@ -61,7 +61,9 @@ class ColdReads:
         """
         if self._model is None or tokens > 1 or not kv_bytes.get(Tier.HOST):
             return False
-        computed, streamed = (self._model.decode(kv_bytes, rows=rows, read=read) for read in ("compute", "stream"))
+        # What lies on disk is copied either way, and what it costs is not known here.
+        here = {**kv_bytes, Tier.DISK: 0.0}
+        computed, streamed = (self._model.decode(here, rows=rows, read=read) for read in ("compute", "stream"))
         return computed.seconds < streamed.seconds
 
     def layers_ahead(self, configured: int | Literal["auto"]) -> int:
@@ -91,7 +93,7 @@ class ColdReads:
         costs = self._model.costs
         wire = f"{costs.wires[_UP].bytes_per_second / 1e9:.1f} GB/s"
         if Tier.HOST not in costs.kv_bytes_per_second:
-            return f"blocks in host memory are streamed, at {wire}; the CPU cannot attend to them here"
+            return f"blocks in host memory are streamed, at {wire}"
         return (
             f"blocks in host memory are streamed, at {wire}, or attended to by the CPU, at "
             f"{costs.kv_bytes_per_second[Tier.HOST] / 1e9:.1f} GB/s and {costs.hop_seconds * 1e6:.0f} us a layer, whatever is "

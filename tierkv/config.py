@@ -99,8 +99,8 @@ class TransferConfig(_Section):
     section = "transfer"
     layers_ahead: LayersAhead = Field(
         default="auto",
-        description="Layers ahead of need that cold blocks are fetched. 0: none. auto: 2 on a CPU; on a GPU as many as the "
-        "wire fills while a layer computes, as measured when the engine opens.",
+        description="Layers ahead of need that cold blocks are fetched. 0: none. auto: 2 on a CPU; on a GPU 1 to 4, as "
+        "many as the wire from host memory fills while a layer computes, measured when the engine opens.",
     )
 
 

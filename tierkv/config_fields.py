@@ -10,7 +10,7 @@ from tierkv.errors import ConfigError
 from tierkv.sizes import LEGAL_SIZES, Size, parse_size, show
 
 _BLOCK_SIZES: Final = "16, 32, 64, 128, 256 or 512"
-LEGAL_COUNTS: Final = '"auto", or a whole number from 0 up'
+_COUNTS: Final = '"auto", or a whole number from 0 up'
 LEGAL_FOLDERS: Final = "the path of a folder"
 
 
@@ -59,7 +59,7 @@ def _count_or_auto(value: Any) -> int | Literal["auto"]:
     if value == "auto":
         return "auto"
     if type(value) is not int or value < 0:
-        raise ValueError(f"{show(value)} is not possible (legal: {LEGAL_COUNTS})")
+        raise ValueError(f"{show(value)} is not possible (legal: {_COUNTS})")
     return value
 
 
@@ -69,4 +69,4 @@ AnySize = Annotated[Size, PlainValidator(parse_size), Legal(LEGAL_SIZES)]
 RealSize = Annotated[Size, PlainValidator(_above_zero), Legal(f"{LEGAL_SIZES}; more than 0")]
 AutoSize = Annotated[Size | Literal["auto"], PlainValidator(_size_or_auto), Legal(f'"auto", {LEGAL_SIZES}')]
 Folder = Annotated[Path, PlainValidator(_folder), Legal(LEGAL_FOLDERS)]
-LayersAhead = Annotated[int | Literal["auto"], PlainValidator(_count_or_auto), Legal(LEGAL_COUNTS)]
+LayersAhead = Annotated[int | Literal["auto"], PlainValidator(_count_or_auto), Legal(_COUNTS)]

@@ -31,9 +31,9 @@ class Counters:
     torn_forwards: int = 0
     """Forwards that were interrupted and rolled back."""
     paged_forwards: int = 0
-    """Those of them whose attention read blocks where they lie, or had nothing to read but its own tokens."""
+    """Committed forwards whose attention read blocks where they lie, or had nothing to read but its own tokens."""
     cpu_forwards: int = 0
-    """Those of these in which the CPU attended to blocks in host memory, and the device to the others."""
+    """Paged forwards in which the CPU attended to blocks in host memory, and the device to the others."""
     tokens: int = 0
     """Tokens appended to tiered caches, summed over rows."""
     stall_seconds: float = 0.0

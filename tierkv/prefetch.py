@@ -159,8 +159,8 @@ def read_committed(
     spec = layout.layers[layer]
     length = rows[0][-1].stop if rows and rows[0] else 0
     dtype = getattr(torch, layout.dtype)
-    keys = torch.empty((len(rows), spec.kv_heads, length, spec.key_dim), dtype=dtype)
-    values = torch.empty((len(rows), spec.kv_heads, length, spec.value_dim), dtype=dtype)
+    keys = torch.empty((len(rows), spec.kv_heads, length, spec.key_dim), dtype=dtype, device="cpu")
+    values = torch.empty((len(rows), spec.kv_heads, length, spec.value_dim), dtype=dtype, device="cpu")
     for row, extents in enumerate(rows):
         for extent in extents:
             at = slice(extent.start, extent.stop)

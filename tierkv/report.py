@@ -31,7 +31,7 @@ def make_stats(engine: "Engine", counters: Counters, caches: int) -> Stats:
         if counters.paged_forwards or not (engine.gathered_because or counters.forwards)
         else "gathered",
         read_path_reason=_read_path_reason(engine, counters),
-        cold_read=engine.cold_reads.describe(),
+        cold_read=_cold_read(engine),
         tiered_layers=len(engine.layout.layers),
         native_layers=engine.native_layers,
         overlap=_overlap(counters),
@@ -52,6 +52,14 @@ def _read_path_reason(engine: "Engine", counters: Counters) -> str:
             f"weights that were asked for, or training"
         )
     return "attention of this model reads blocks where they lie"
+
+
+def _cold_read(engine: "Engine") -> str:
+    if engine.stores.host is None:
+        return "there is no host tier"
+    if engine.gathered_because:
+        return "layers are gathered whole"
+    return engine.cold_reads.describe()
 
 
 def _overlap(counters: Counters) -> float | None:

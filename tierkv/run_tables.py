@@ -71,7 +71,7 @@ def _runs(
     row_starts = [0, *itertools.accumulate(map(len, lines))]
     starts = [0, *itertools.accumulate(line[Column.TOKENS] for line in flat)]
     # One tensor, so that a GPU gets all of it in one small copy that nothing waits for.
-    numbers = torch.tensor([*itertools.chain(*flat), *row_starts, *starts], dtype=torch.int64)
+    numbers = torch.tensor([*itertools.chain(*flat), *row_starts, *starts], dtype=torch.int64, device="cpu")
     if not on_cpu:
         numbers = numbers.to(stores.device.device, non_blocking=True)
     after_table = len(flat) * len(Column)

@@ -22,7 +22,7 @@ from tierkv.interrupts import Latch, deferred_interrupt
 from tierkv.tier import Tier
 from tierkv.transfer import WAIT_SECONDS, Copy, Ticket, TransferEngine, wait_for
 from tierkv.transfer_clocks import StallClock
-from tierkv.transfer_rows import copy_rows, find_memcpy_2d, pieces, rows_of
+from tierkv.transfer_pitched import copy_pitched, find_memcpy_2d, pieces, pitched_of
 
 if TYPE_CHECKING:
     import torch
@@ -47,35 +47,35 @@ class CudaApi(Protocol):
     def use(self, stream: Any) -> AbstractContextManager[Any]:
         """Make ``stream`` current for the calling thread."""
 
-    takes_rows: bool
-    """Whether ``copy`` takes what is no more than evenly spaced rows, too."""
+    takes_pitched: bool
+    """Whether ``copy`` takes what is no more than evenly spaced lines of memory, too."""
 
     def copy(self, destination: "torch.Tensor", source: "torch.Tensor") -> None:
-        """Enqueue a copy on the current stream. The end in host memory is pinned, and contiguous where rows are not taken."""
+        """Enqueue a copy on the current stream. The end in host memory is pinned, and contiguous unless ``takes_pitched``."""
 
 
 class TorchCuda:
     """The real one."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: Any) -> None:
         import torch
 
         self.new_stream = torch.cuda.Stream
         self.new_event = functools.partial(torch.cuda.Event, enable_timing=True)
         self.current_stream = torch.cuda.current_stream
         self.use = torch.cuda.stream
-        self._memcpy_2d = find_memcpy_2d()
-        self.takes_rows = self._memcpy_2d is not None
+        self._memcpy_2d = find_memcpy_2d(device)
+        self.takes_pitched = self._memcpy_2d is not None
 
     def copy(self, destination: "torch.Tensor", source: "torch.Tensor") -> None:
-        """Enqueue a copy on the current stream, in one piece where both ends are evenly spaced rows."""
+        """Enqueue a copy on the current stream, in one piece where both ends are evenly spaced lines of memory."""
         dense = destination.is_contiguous() and source.is_contiguous()
-        rows = None if dense or self._memcpy_2d is None else rows_of(destination, source)
-        if rows is None or self._memcpy_2d is None:
+        pitched = None if dense or self._memcpy_2d is None else pitched_of(destination, source)
+        if pitched is None or self._memcpy_2d is None:
             destination.copy_(source, non_blocking=True)
             return
         device = destination.device if destination.is_cuda else source.device
-        copy_rows(self._memcpy_2d, destination, source, rows, self.current_stream(device).cuda_stream)
+        copy_pitched(self._memcpy_2d, destination, source, pitched, self.current_stream(device).cuda_stream)
 
 
 @dataclass(eq=False)
@@ -101,7 +101,7 @@ class StreamStalls(StallClock):
     """How long the caller's stream has stood still for copies: the time between two events around each wait.
 
     The first is recorded before the host itself waits for a ``load`` stage, so that counts as far as the stream runs dry
-    meanwhile, and no further.
+    meanwhile, and no further. Where it is dry anyway, the microseconds that the host takes between both count too.
     """
 
     def __init__(self, api: CudaApi, device: Any) -> None:
@@ -147,7 +147,7 @@ class CudaTransfers(TransferEngine):
             workers: threads for ``load`` and ``store`` stages.
             api: the CUDA calls; PyTorch's unless a test records them.
         """
-        self._api = api or TorchCuda()
+        self._api = api or TorchCuda(device)
         self._device = device
         self._streams = {"down": self._api.new_stream(device), "up": self._api.new_stream(device)}
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="tierkv-transfer")
@@ -235,7 +235,7 @@ class CudaTransfers(TransferEngine):
             try:
                 with self._api.use(stream):
                     for copy in copies:
-                        for destination, source in pieces(copy, rows=self._api.takes_rows):
+                        for destination, source in pieces(copy, pitched=self._api.takes_pitched):
                             self._api.copy(destination, source)
             finally:  # what an error left on the stream still runs, and is waited for
                 event = self._api.new_event()

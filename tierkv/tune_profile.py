@@ -169,7 +169,7 @@ def _device_read(device: torch.device) -> float:
 
 def _copies(device: torch.device) -> tuple[float, float]:
     """Return the rates of pinned copies to the device and from it."""
-    host = torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
+    host = torch.empty(_COPY_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
     own = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device)
     up = min(_seconds(device, lambda: own.copy_(host, non_blocking=True)) for _ in range(5))
     down = min(_seconds(device, lambda: host.copy_(own, non_blocking=True)) for _ in range(5))

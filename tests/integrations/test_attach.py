@@ -14,6 +14,7 @@ import torch
 
 import tierkv
 from tierkv.errors import ClosedError, TierKVError, UnsafeCall
+from tierkv.integrations.hf_generate import _facts
 
 GREEDY = {"do_sample": False, "max_new_tokens": 8}
 
@@ -36,6 +37,13 @@ def test_an_exception_inside_the_block_detaches_too(lab, tiny_model):
     with pytest.raises(ZeroDivisionError), lab.attach(tiny_model()):
         _ = 1 / 0
     assert "generate" not in tiny_model().__dict__
+
+
+def test_the_engine_knows_what_a_model_costs(tiny_model):
+    model = tiny_model("llama")
+    facts = _facts(model)
+    assert facts.query_heads == model.config.num_attention_heads
+    assert facts.weight_bytes == sum(weight.numel() * weight.element_size() for weight in model.parameters())
 
 
 def test_only_one_engine_a_model(lab, tiny_model):

@@ -106,6 +106,47 @@ def test_a_full_index_waits_for_those_who_read(tmp_path, monkeypatch):
         check_sound(store)
 
 
+@pytest.mark.parametrize("failures", [1, 2, 3])
+def test_a_transaction_that_is_tried_again_is_counted_once_and_leaves_nothing_behind(tmp_path, monkeypatch, failures):
+    with prefixes(tmp_path, 4 * MIB, write_batch=8) as store:
+        number = 0
+        while not store.stats().evicted:
+            number += 1
+            put_all(store, chain(number, 8, 5000))
+        before, here = store.stats(), read_run(store, chain(number, 8, 5000), 5000)
+        assert here == 8
+        assert store.flush(10)
+        found = {key: row.found for key, row in rows_of(store, chain(number, 8)).items()}
+        left, place = [failures], store._writer._place
+
+        def fails_at_first(book, blocks):
+            place(book, blocks)
+            if blocks and left[0]:
+                left[0] -= 1
+                raise StoreFull("the index is full")
+
+        monkeypatch.setattr(store._writer, "_place", fails_at_first)
+        monkeypatch.setattr(store._queue, "pause", lambda seconds: None)
+        store.touch(keys_of(chain(number, 8)))
+        put_all(store, chain(number + 1, 8, 5000))
+        after = store.stats()
+        assert left == [0]
+        assert after.puts - before.puts == 8
+        assert after.blocks - before.blocks == 8 - (after.evicted - before.evicted)
+        assert after.shed == before.shed
+        assert {key: row.found - found[key] for key, row in rows_of(store, chain(number, 8)).items()} == dict.fromkeys(
+            found, 1
+        )
+        check_sound(store)
+
+
+def rows_of(store, blocks):
+    """Return the rows of those blocks that are stored, by key."""
+    with store._parts.read() as book:
+        found = {key: book.find(key) for key in keys_of(blocks)}
+    return {key: row for key, row in found.items() if row is not None and row.stored}
+
+
 def test_an_index_without_a_free_page_sheds_and_recovers(tmp_path, caplog):
     with prefixes(tmp_path) as store:
         put_all(store, chain(0, 30))

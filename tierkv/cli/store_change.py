@@ -208,7 +208,8 @@ def import_(
 ) -> None:
     """Take a prefix in that another store has exported. What is there already stays.
 
-    The whole file is checked, and keys are computed again from its token ids. It can still hold wrong KV under the right
+    Its blocks are pinned for a minute. The whole file is checked, and keys are computed again from its token ids.
+    It can still hold wrong KV under the right
     name: [bold]take files only from whom you would take the model's weights.[/bold]
     """
     with reserve_stdout(as_json), opened(path) as found:

@@ -42,7 +42,7 @@ def small_engine(
     disk: BlockStore | None = None,
     queue_bytes: int = 0,
     transfers: TransferEngine | None = None,
-    layers_ahead: int = 2,
+    layers_ahead: int | Literal["auto"] = 2,
     keep: tuple[int, int] = (1, 1),
     bounce: bool = False,
     cold_read: Literal["auto", "stream", "compute", "promote"] = "auto",

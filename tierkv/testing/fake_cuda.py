@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tierkv.testing.transfers import poison
-from tierkv.transfer_rows import rows_of
+from tierkv.transfer_pitched import pitched_of
 
 
 @dataclass(eq=False)
@@ -94,7 +94,7 @@ class FakeCuda:
     has said with ``on_device`` which are not.
 
     Attributes:
-        takes_rows: whether evenly spaced rows are copied in one piece.
+        takes_pitched: whether evenly spaced lines of memory are copied in one piece.
         compute: the current stream of every thread that has not chosen another.
         now: milliseconds; one copy, half a copy or kernel after the other takes one, whatever its stream.
         stopped: nothing advances, except what ``advance`` runs.
@@ -102,8 +102,8 @@ class FakeCuda:
         host_waits: names of the streams that the host has waited for.
     """
 
-    def __init__(self, seed: int = 0, *, takes_rows: bool = False) -> None:
-        self.takes_rows = takes_rows
+    def __init__(self, seed: int = 0, *, takes_pitched: bool = False) -> None:
+        self.takes_pitched = takes_pitched
         self.stopped = False
         self.now = 0
         self.log: list[tuple[str, str]] = []
@@ -148,7 +148,7 @@ class FakeCuda:
         """Enqueue a copy. Like CUDA it keeps neither tensor alive, only their memory."""
         ends = [tensor.untyped_storage().data_ptr() in self._device for tensor in (destination, source)]
         for tensor, is_device in zip((destination, source), ends, strict=True):
-            whole = tensor.is_contiguous() or (self.takes_rows and rows_of(destination, source))
+            whole = tensor.is_contiguous() or (self.takes_pitched and pitched_of(destination, source))
             assert is_device or not any(ends) or whole, "a strided host tensor is copied by the host"
         into, out_of = destination.detach(), source.detach().expand(destination.shape)
         stream = self.current_stream(None)

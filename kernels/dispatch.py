@@ -1,5 +1,6 @@
 """Which kernel runs: chosen here and nowhere else, by the device that holds the query."""
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -26,7 +27,21 @@ def unsupported(device: torch.device, dtype: torch.dtype, key_dim: int, value_di
         from tierkv.kernels import triton_attention
     except ImportError:
         return "triton is not installed, and paged attention on CUDA is written in it"
+    if reason := cannot_launch():
+        return reason
     return triton_attention.unsupported(dtype, key_dim, value_dim)
+
+
+@functools.cache
+def cannot_launch() -> str:
+    """Return why Triton cannot launch anything here, empty where it can: it compiles its launcher with a C compiler."""
+    import triton
+
+    try:
+        return "" if triton.runtime.driver.active.utils else "triton has no driver here"
+    except Exception as error:  # noqa: BLE001 - whatever it is, attention is gathered then
+        said = str(error).strip() or type(error).__name__
+        return f"triton cannot launch kernels here: {said.splitlines()[-1]}"
 
 
 def attention(

@@ -10,10 +10,12 @@ written. Whoever reads whole slots calls ``clear`` first, since a leftover NaN t
 
 import mmap
 import weakref
-from typing import TYPE_CHECKING, Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from tierkv.cuda_runtime import forget_error
 from tierkv.errors import CapacityError, ClosedError, ConfigError
 from tierkv.geometry import PoolGeometry
 from tierkv.layout import BlockLayout
@@ -25,6 +27,9 @@ from tierkv.tier import Tier
 if TYPE_CHECKING:
     from tierkv.storage.bits import Bits
     from tierkv.tier import Run
+
+
+FAULTING_THREADS: Final = 4
 
 
 class SlabStore(BlockStore):
@@ -49,7 +54,7 @@ class SlabStore(BlockStore):
             pinned: page-lock it, so that copies to a GPU run asynchronously. Only where CUDA is.
 
         Raises:
-            ConfigError: the memory cannot be page-locked.
+            ConfigError: the memory cannot be page-locked, or the device has none left.
         """
         self.layout = layout
         self.tier = tier
@@ -62,14 +67,19 @@ class SlabStore(BlockStore):
         self._scratch_tokens = 0
         self._faulted_in: set[int] = set()
         self._closed = False
-        self._locks: list[weakref.finalize[[int], SlabStore]] = []
+        self._locks: list[weakref.finalize[[Any, torch.Tensor], SlabStore]] = []
         self._dtype: torch.dtype = getattr(torch, layout.dtype)
         tokens = self.geometry.total_tokens
 
         def allocate(elements: int) -> torch.Tensor:
             if pinned:
                 return _page_locked(self, elements, self._dtype)
-            return torch.empty(elements, dtype=self._dtype, device=device)
+            try:
+                return torch.empty(elements, dtype=self._dtype, device=device)
+            except torch.OutOfMemoryError as error:
+                raise ConfigError(
+                    f"{device} has no room for a pool of {capacity_bytes:,} bytes; lower device.capacity"
+                ) from error
 
         # Workers write to it, and outside the caller's inference mode an inference tensor cannot be written to.
         with torch.inference_mode(mode=False):
@@ -285,12 +295,27 @@ def _page_locked(owner: SlabStore, elements: int, dtype: torch.dtype) -> torch.T
     if not torch.cuda.is_available():
         raise ConfigError("memory can only be page-locked where CUDA is available")
     tensor = torch.frombuffer(mmap.mmap(-1, elements * dtype.itemsize), dtype=dtype)
+    _fault_in_together(tensor)  # or the driver does it, on one thread
     cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     error = int(cudart.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
     if error:
+        forget_error()
         raise ConfigError(
             f"CUDA cannot page-lock {tensor.nbytes:,} bytes of host memory (error {error}); lower host.capacity"
         )
     # The driver keeps the pages locked until it is told otherwise, so this also runs for a store nobody closed.
-    owner._locks.append(weakref.finalize(owner, cudart.cudaHostUnregister, tensor.data_ptr()))  # noqa: SLF001
+    owner._locks.append(weakref.finalize(owner, _unlock, cudart, tensor))  # noqa: SLF001
     return tensor
+
+
+def _unlock(cudart: Any, tensor: torch.Tensor) -> None:
+    """Let the driver go of memory. Until then the tensor keeps it, even where its store was never finished."""
+    cudart.cudaHostUnregister(tensor.data_ptr())
+
+
+def _fault_in_together(tensor: torch.Tensor) -> None:
+    share = -(-tensor.nbytes // FAULTING_THREADS)
+    begins = range(0, tensor.nbytes, max(1, share))
+    with ThreadPoolExecutor(FAULTING_THREADS) as pool:
+        for begin in begins:
+            pool.submit(fault_in, tensor.data_ptr() + begin, min(share, tensor.nbytes - begin))

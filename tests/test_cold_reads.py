@@ -103,7 +103,7 @@ def test_what_is_measured_is_a_machine(name):
     layout = small_layout(name)
     with small_engine(layout, device_tokens=400, host_tokens=400, bounce=True) as engine:
         found = measure(engine.stores, engine.transfers, facts(layout))
-        assert found.step_seconds == (1 << 20) / found.kv_bytes_per_second[Tier.DEVICE]
+        assert found.step_seconds >= (1 << 20) / found.kv_bytes_per_second[Tier.DEVICE]
         assert found.wires[UP].bytes_per_second > 0
         assert found.wires[UP].latency_seconds >= 0
         assert (Tier.HOST in found.kv_bytes_per_second) == (not cpu.unsupported(torch.float32, 4, 4, 3))

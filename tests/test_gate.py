@@ -3,6 +3,8 @@
 import threading
 import time
 
+import pytest
+
 from tierkv.gate import ForwardGate
 
 
@@ -83,3 +85,26 @@ def test_an_interrupted_wait_leaves_the_line(monkeypatch):
     thread.join(10)
     with gate.exclusive():
         assert gate.mine
+
+
+def test_whoever_comes_in_or_goes_out_is_announced_while_inside():
+    said = []
+    gate = ForwardGate(lambda: said.append(("in", gate.mine)), lambda: said.append(("out", gate.mine)))
+    with gate.exclusive():
+        with gate.exclusive():
+            pass
+        gate.enter()
+    gate.leave()
+    assert said == [("in", True), ("out", True)]
+
+
+def test_a_farewell_that_fails_leaves_the_gate_open():
+    def fails():
+        raise RuntimeError("the device is gone")
+
+    gate = ForwardGate(leaves=fails)
+    gate.enter()
+    with pytest.raises(RuntimeError, match="gone"):
+        gate.leave()
+    assert gate.is_free
+    gate.enter()

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # From the bottom up; a module imports its own layer and those below. A name covers its sub-modules and whatever was
 # split off it: `config` stands for `config_toml` too.
 LAYERS = (
-    ("errors", "interrupts"),
+    ("errors", "interrupts", "cuda_runtime"),
     (
         "tier",
         "sizes",

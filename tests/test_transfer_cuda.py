@@ -4,7 +4,9 @@ That no schedule breaks it is shown in ``test_transfer_cuda_order``.
 """
 
 import gc
+import threading
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -151,6 +153,71 @@ def test_a_wait_that_failed_is_no_stall(cuda):
     engine.close()
 
 
+# -- several at once ----------------------------------------------------------------------------------------------------
+
+
+def test_loads_of_one_ticket_run_at_the_same_time(cuda):
+    engine, both = engine_on(cuda), threading.Barrier(2, timeout=30)
+    places = [cuda.on_device(torch.zeros(2)) for _ in range(2)]
+    engine.wait(engine.submit([replace(copy_of((place, data(2)), wire=UP), load=both.wait) for place in places]))
+    assert all(torch.equal(place, data(2)) for place in places)
+    engine.close()
+
+
+def test_what_needs_no_load_does_not_wait_for_those_that_do(cuda):
+    engine, go_on = engine_on(cuda), threading.Event()
+    now, later = (cuda.on_device(torch.zeros(2)) for _ in range(2))
+    copies = [replace(copy_of((later, data(2)), wire=UP), load=go_on.wait), copy_of((now, data(2)), wire=UP)]
+    ticket = engine.submit(copies)
+    cuda.advance()
+    assert torch.equal(now, data(2))
+    assert not engine.is_done(ticket)
+    go_on.set()
+    engine.wait(ticket)
+    assert torch.equal(later, data(2))
+    engine.close()
+
+
+def test_a_load_that_fails_leaves_nothing_of_its_ticket_under_way(cuda):
+    engine, place = engine_on(cuda), cuda.on_device(torch.zeros(2))
+    copies = [replace(copy_of((place, data(2)), wire=UP), load=load) for load in (lambda: 1 / 0, lambda: None)]
+    ticket = engine.submit(copies)
+    with pytest.raises(ZeroDivisionError):
+        engine.wait(ticket)
+    engine.settle(ticket)
+    assert engine.is_done(ticket)
+    engine.close()
+
+
+@pytest.mark.parametrize("follows", [True, False])
+def test_a_caller_on_another_stream_comes_after_the_one_before(follows):
+    """One thread's kernel still reads a buffer when another thread, on its own stream, has it filled again."""
+    wrong = 0
+    for seed in range(40):
+        cuda = FakeCuda(seed)
+        engine, buffer = engine_on(cuda), cuda.on_device(data(2))
+        seen: list[torch.Tensor] = []
+        cuda.launch(lambda buffer=buffer, seen=seen: seen.append(buffer.clone()))
+        engine.mark()
+        with cuda.use(cuda.new_stream(None)):
+            if follows:
+                engine.follow()
+            engine.submit([copy_of((buffer, torch.zeros(2)), wire=UP)])
+        cuda.advance()
+        wrong += not torch.equal(seen[0], data(2))
+        engine.close()
+    assert (wrong == 0) == follows
+
+
+def test_a_caller_on_the_same_stream_waits_for_nothing(cuda):
+    engine = engine_on(cuda)
+    engine.follow()
+    engine.mark()
+    engine.follow()
+    assert cuda.log == [("compute", "record")]
+    engine.close()
+
+
 # -- waits, errors, owners --------------------------------------------------------------------------------------------
 
 
@@ -211,7 +278,7 @@ def test_a_forgotten_ticket_keeps_its_tensors_until_the_copy_has_run(cuda):
 def test_the_real_api_is_that_of_torch():
     api = TorchCuda("cuda")
     assert api.new_stream is torch.cuda.Stream
-    assert (api.new_event.func, api.new_event.keywords) == (torch.cuda.Event, {"enable_timing": True})
+    assert (api.new_event.func, api.new_event.keywords) == (torch.cuda.Event, {"enable_timing": True, "blocking": True})
     assert (api.current_stream, api.use) == (torch.cuda.current_stream, torch.cuda.stream)
     destination = torch.zeros(4)
     api.copy(destination, data(4))

@@ -93,7 +93,7 @@ def store_of_what_a_kernel_writes(seed, *, broken=False):
         cuda.launch(lambda: source.copy_(data(6)))
         ticket = engine.submit([Copy(SPILL, 24, [(staged, source)], store=lambda: stored.append(staged.clone()))])
         if broken:
-            ticket.events.clear()
+            ticket.spans.clear()
         engine.wait(ticket)
     return torch.equal(stored[0], data(6))
 

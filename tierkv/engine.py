@@ -92,7 +92,6 @@ class Engine:
         self.native_layers = native_layers
         self.gathered_because = gathered_because
         self.moved: dict[Wire, int] = {}
-        self.gate = ForwardGate()
         self.open_batch: weakref.ref[SequenceBatch] | None = None
         self._pid = os.getpid()
         self._closed = False
@@ -101,6 +100,7 @@ class Engine:
         self._counts: dict[str, Any] = {field.name: 0 for field in fields(Counters)}
         readers = max(1, config.disk.readers)
         self.transfers = transfers or make_transfers(device, readers)
+        self.gate = ForwardGate(self.transfers.follow, self.transfers.mark)
         try:
             self.stores = stores or Stores.open(layout, config, budgets, device)
         except BaseException:

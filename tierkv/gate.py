@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from tierkv.interrupts import deferred_interrupt
@@ -19,8 +19,15 @@ class ForwardGate:
     order in which they came: several that generate take turns, forward by forward.
     """
 
-    def __init__(self) -> None:
-        """Make an open gate."""
+    def __init__(self, entered: Callable[[], None] = lambda: None, leaves: Callable[[], None] = lambda: None) -> None:
+        """Make an open gate.
+
+        Args:
+            entered: called by a thread that has come in.
+            leaves: called by one that is about to go out.
+        """
+        self._entered = entered
+        self._leaves = leaves
         self._lock = threading.Lock()
         self._owner: int | None = None
         self._line: list[int] = []  # threads that wait, the first first
@@ -48,6 +55,7 @@ class ForwardGate:
                 with deferred_interrupt():  # between taking the lock and saying whose it is
                     if self._first_in_line(me) and self._take():
                         self._owner = me
+                        self._entered()
                         return
                 time.sleep(POLL_SECONDS)
         finally:
@@ -78,8 +86,11 @@ class ForwardGate:
         """Let the next thread in; does nothing where this thread is not inside."""
         with deferred_interrupt():
             if self.mine:
-                self._owner = None
-                self._lock.release()
+                try:
+                    self._leaves()
+                finally:
+                    self._owner = None
+                    self._lock.release()
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:

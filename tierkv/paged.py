@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from tierkv.stores import Stores
 
 MOST_PARTS: Final = 8
-"""Partial results that are kept before they are merged: a long prompt's are as large as its whole output."""
+"""Partial results that are kept before they are merged, where there are few queries ..."""
+FEW_QUERIES: Final = 64
+"""... that is so many. A long prompt's are as large as its whole output, and lie outside all budgets."""
 
 Part = tuple["torch.Tensor", "torch.Tensor"]
 
@@ -189,7 +191,7 @@ class PagedReader:
             unit = self._first_unit[layer] + chunk
             self._fetch_through(unit)
             self._fetcher.order(unit)
-            if len(parts) == MOST_PARTS:
+            if len(parts) == (MOST_PARTS if query.shape[2] <= FEW_QUERIES else 2):
                 parts = [dispatch.merge(parts)]
             parts.append(attention(self._runs_of_chunk(layer, chunk, unit), 0))
             # Its reader has been enqueued, so the buffer may be filled again.

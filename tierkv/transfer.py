@@ -127,6 +127,15 @@ class TransferEngine(ABC):
         """How long each wire was at work; None where nobody measures it."""
         return None
 
+    def follow(self) -> None:  # noqa: B027 - where there are no streams there is nothing to do
+        """Order the caller's later work, and so later copies, after what was enqueued until the last ``mark``.
+
+        Needed where callers come on different streams one after the other.
+        """
+
+    def mark(self) -> None:  # noqa: B027
+        """Remember what the caller has enqueued until now."""
+
     def stall_clock(self) -> StallClock:
         """Return a clock for waits in ``order``, by what stands still: the host, unless later work is on a stream."""
         return StallClock()

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     import torch
 
 FIRST_PAUSE_SECONDS: Final = 20e-6
+LEAST_WIDTH: Final = 4096
+"""Bytes of a line below which packing on the device is taken to be faster than a copy engine that goes line by line."""
 LONGEST_PAUSE_SECONDS: Final = 1e-4
 """Between two looks at an event. Waiting inside CUDA would be neither bounded nor open to Ctrl-C."""
 
@@ -61,7 +63,7 @@ class TorchCuda:
         import torch
 
         self.new_stream = torch.cuda.Stream
-        self.new_event = functools.partial(torch.cuda.Event, enable_timing=True)
+        self.new_event = functools.partial(torch.cuda.Event, enable_timing=True, blocking=True)
         self.current_stream = torch.cuda.current_stream
         self.use = torch.cuda.stream
         self._memcpy_2d = find_memcpy_2d(device)
@@ -70,8 +72,10 @@ class TorchCuda:
     def copy(self, destination: "torch.Tensor", source: "torch.Tensor") -> None:
         """Enqueue a copy on the current stream, in one piece where both ends are evenly spaced lines of memory."""
         dense = destination.is_contiguous() and source.is_contiguous()
+        host = source if destination.is_cuda else destination
         pitched = None if dense or self._memcpy_2d is None else pitched_of(destination, source)
-        if pitched is None or self._memcpy_2d is None:
+        packed = host.is_contiguous() and pitched is not None and pitched.width < LEAST_WIDTH
+        if pitched is None or packed or self._memcpy_2d is None:
             destination.copy_(source, non_blocking=True)
             return
         device = destination.device if destination.is_cuda else source.device
@@ -83,18 +87,34 @@ class CudaTicket(Ticket):
     """A ticket whose tensor copies are enqueued on streams.
 
     Attributes:
-        enqueued: every tensor copy is on its stream and ``events`` is complete.
+        parts: of the ticket that are not on their stream yet; each ``load`` is one.
+        enqueued: every tensor copy is on its stream and ``spans`` is complete.
         stored: every ``store`` stage has run.
-        events: recorded behind the tensor copies, one per stream used.
-        starts: recorded before them.
-        load_seconds: that the ``load`` stages took.
+        spans: events before and behind tensor copies, for each part and each stream that it uses.
+        load_began: when the first ``load`` stage began, or 0.
+        load_seconds: from then to the end of the last.
     """
 
+    parts: int = 1
     enqueued: Latch = field(default_factory=Latch)
     stored: Latch = field(default_factory=Latch)
-    events: list[Any] = field(default_factory=list)
-    starts: list[Any] = field(default_factory=list)
+    spans: list[tuple[Any, Any]] = field(default_factory=list)
+    load_began: float = 0.0
     load_seconds: float = 0.0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def events(self) -> list[Any]:
+        """Those behind the tensor copies."""
+        return [end for _, end in self.spans]
+
+    def part_done(self) -> None:
+        """One part is on its stream, or failed."""
+        with self.lock:
+            self.parts -= 1
+            last = not self.parts
+        if last:
+            self.enqueued.set()
 
 
 class StreamStalls(StallClock):
@@ -136,6 +156,9 @@ class StreamStalls(StallClock):
                 self._seconds += before.elapsed_time(after) / 1e3
 
 
+_Stage = Callable[[CudaTicket, Sequence[Copy], Any], None]
+
+
 class CudaTransfers(TransferEngine):
     """Copies between device memory and pinned host memory on two side streams of one device."""
 
@@ -151,7 +174,8 @@ class CudaTransfers(TransferEngine):
         self._device = device
         self._streams = {"down": self._api.new_stream(device), "up": self._api.new_stream(device)}
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="tierkv-transfer")
-        self._under_way: set[CudaTicket] = set()
+        self._under_way: dict[CudaTicket, None] = {}  # oldest first
+        self._last: tuple[Any, Any] | None = None
         self._closed = False
 
     def submit(self, copies: Sequence[Copy]) -> CudaTicket:
@@ -161,15 +185,19 @@ class CudaTransfers(TransferEngine):
         ticket = CudaTicket(copies)
         with deferred_interrupt():
             # A stream keeps no tensor alive: memory that is freed under a copy is another tensor's at once.
-            self._under_way = {other for other in self._under_way if not self.is_done(other)} | {ticket}
+            while self._under_way and self.is_done(oldest := next(iter(self._under_way))):
+                del self._under_way[oldest]
+            self._under_way[ticket] = None
             ready = self._api.new_event()
             ready.record(self._api.current_stream(self._device))
-            if any(copy.load is not None or _stays_on_host(copy) for copy in copies):
-                self._pool.submit(self._run, ticket, self._load_then_enqueue, ready)
-            else:
-                self._run(ticket, self._enqueue, ready)
+            # What must be read first is read by as many workers as there are, and the rest does not wait for it.
+            loads = [copy for copy in copies if _begins_on_host(copy)]
+            ticket.parts = 1 + len(loads)
+            self._run_part(ticket, self._enqueue, [copy for copy in copies if not _begins_on_host(copy)], ready)
+            for copy in loads:
+                self._pool.submit(self._run_part, ticket, self._load_then_enqueue, [copy], ready)
             if any(copy.store is not None for copy in copies):
-                self._pool.submit(self._run, ticket, self._store, ready)
+                self._pool.submit(self._store, ticket, ready)
             else:
                 ticket.stored.set()
         return ticket
@@ -202,11 +230,23 @@ class CudaTransfers(TransferEngine):
                 time.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
         _await(ticket, ticket.stored, deadline)
-        self._under_way.discard(ticket)
-        on_streams = [start.elapsed_time(end) / 1e3 for start, end in zip(ticket.starts, ticket.events, strict=False)]
+        self._under_way.pop(ticket, None)
+        on_streams = [start.elapsed_time(end) / 1e3 for start, end in ticket.spans]
         ticket.seconds = ticket.load_seconds + max(on_streams, default=0.0)
         ticket.finish()
         wait_for(ticket, timeout_seconds)
+
+    def follow(self) -> None:
+        """Let the caller's stream wait for what was enqueued until the last ``mark``, if that was another stream."""
+        current = self._api.current_stream(self._device)
+        if self._last is not None and self._last[0] != current:
+            current.wait_event(self._last[1])
+
+    def mark(self) -> None:
+        """Record an event on the caller's stream."""
+        current, event = self._api.current_stream(self._device), self._api.new_event()
+        event.record(current)
+        self._last = current, event
 
     def stall_clock(self) -> StreamStalls:
         """Return a clock for waits of the caller's current stream."""
@@ -215,7 +255,7 @@ class CudaTransfers(TransferEngine):
     def close(self) -> None:
         """Finish what was submitted, wait for both streams and end the threads."""
         self._closed = True
-        for ticket in self._under_way:  # as in ThreadTransfers: a join does not outlive Ctrl-C
+        for ticket in tuple(self._under_way):  # as in ThreadTransfers: a join does not outlive Ctrl-C
             ticket.enqueued.wait()
             ticket.stored.wait()
         self._pool.shutdown(wait=True)
@@ -223,57 +263,61 @@ class CudaTransfers(TransferEngine):
             stream.synchronize()
         self._under_way.clear()
 
-    def _enqueue(self, ticket: CudaTicket, ready: Any) -> None:
+    def _enqueue(self, ticket: CudaTicket, copies: Sequence[Copy], ready: Any) -> None:
         for direction, stream in self._streams.items():
-            copies = [copy for copy in ticket.copies if copy.tensors and _direction(copy) == direction]
-            if not copies:
+            own = [copy for copy in copies if copy.tensors and _direction(copy) == direction]
+            if not own:
                 continue
             stream.wait_event(ready)
-            start = self._api.new_event()
+            start, end = self._api.new_event(), self._api.new_event()
             start.record(stream)
-            ticket.starts.append(start)
             try:
                 with self._api.use(stream):
-                    for copy in copies:
+                    for copy in own:
                         for destination, source in pieces(copy, pitched=self._api.takes_pitched):
                             self._api.copy(destination, source)
             finally:  # what an error left on the stream still runs, and is waited for
-                event = self._api.new_event()
-                event.record(stream)
-                ticket.events.append(event)
-        ticket.enqueued.set()
+                end.record(stream)
+                ticket.spans.append((start, end))
 
-    def _load_then_enqueue(self, ticket: CudaTicket, ready: Any) -> None:
+    def _load_then_enqueue(self, ticket: CudaTicket, copies: Sequence[Copy], ready: Any) -> None:
         # Host memory knows no streams: what the caller has enqueued may still read what is loaded here.
         ready.synchronize()
-        began = time.perf_counter()
-        for copy in ticket.copies:
+        with ticket.lock:
+            ticket.load_began = ticket.load_began or time.perf_counter()
+        for copy in copies:
             if copy.load is not None:
                 copy.load()
-                ticket.load_seconds = time.perf_counter() - began
+                with ticket.lock:
+                    ticket.load_seconds = max(ticket.load_seconds, time.perf_counter() - ticket.load_began)
             if _stays_on_host(copy):
                 for destination, source in copy.tensors:
                     destination.copy_(source)
-        self._enqueue(ticket, ready)
-
-    def _store(self, ticket: CudaTicket, ready: Any) -> None:
-        ticket.enqueued.wait()
-        if ticket.error is None:
-            ready.synchronize()
-            for event in ticket.events:
-                event.synchronize()
-            for copy in ticket.copies:
-                if copy.store is not None:
-                    copy.store()
-        ticket.stored.set()
+        self._enqueue(ticket, copies, ready)
 
     @staticmethod
-    def _run(ticket: CudaTicket, stage: Callable[[CudaTicket, Any], None], ready: Any) -> None:
+    def _run_part(ticket: CudaTicket, stage: _Stage, copies: Sequence[Copy], ready: Any) -> None:
         try:
-            stage(ticket, ready)
+            stage(ticket, copies, ready)
         except BaseException as error:  # noqa: BLE001 - handed to whoever waits for the ticket
             ticket.fail(error)
-            ticket.enqueued.set()
+        finally:
+            ticket.part_done()
+
+    @staticmethod
+    def _store(ticket: CudaTicket, ready: Any) -> None:
+        try:
+            ticket.enqueued.wait()
+            if ticket.error is None:
+                ready.synchronize()
+                for event in ticket.events:
+                    event.synchronize()
+                for copy in ticket.copies:
+                    if copy.store is not None:
+                        copy.store()
+        except BaseException as error:  # noqa: BLE001 - handed to whoever waits for the ticket
+            ticket.fail(error)
+        finally:
             ticket.stored.set()
 
 
@@ -290,6 +334,11 @@ def _direction(copy: Copy) -> str | None:
     if copy.wire.source is Tier.DEVICE:
         return "down"
     return "up" if copy.wire.destination is Tier.DEVICE else None
+
+
+def _begins_on_host(copy: Copy) -> bool:
+    """Return whether a worker has to do something before a copy can be enqueued, if it is to be enqueued at all."""
+    return copy.load is not None or _stays_on_host(copy)
 
 
 def _stays_on_host(copy: Copy) -> bool:

@@ -8,9 +8,9 @@ section "Memory Management"), which PyTorch does not expose.
 import ctypes
 import logging
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from tierkv import cuda_runtime
 from tierkv.tier import Tier
 from tierkv.transfer import Copy
 
@@ -112,6 +112,7 @@ def copy_pitched(
         _EITHER_WAY, stream,
     )  # fmt: skip
     if error:
+        cuda_runtime.forget_error()
         raise RuntimeError(f"CUDA refused a copy of {pitched.height} lines of {pitched.width} bytes (error {error})")
 
 
@@ -126,21 +127,19 @@ def find_memcpy_2d(device: "torch.device | str") -> Memcpy2D | None:
     try:
         memcpy_2d = _load()
         if memcpy_2d is None or not _works(memcpy_2d, device):
-            log.debug("there is no two-dimensional copy here; lines are copied one by one")
+            log.info("there is no two-dimensional copy here; lines are copied one by one")
             return None
-    except (OSError, AttributeError, RuntimeError) as error:
-        log.debug("two-dimensional copies cannot be used: %s", error)
+    except (AttributeError, RuntimeError) as error:
+        log.info("two-dimensional copies cannot be used: %s", error)
         return None
     return memcpy_2d
 
 
 def _load() -> Memcpy2D | None:
-    """Find the very CUDA runtime that is part of this process: another one would have streams of its own."""
-    maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
-    paths = {line.split(maxsplit=5)[-1] for line in maps.splitlines() if "libcudart" in line}
-    if len(paths) != 1:
+    library = cuda_runtime.library()
+    if library is None:
         return None
-    function = ctypes.CDLL(paths.pop()).cudaMemcpy2DAsync
+    function = library.cudaMemcpy2DAsync
     address, size = ctypes.c_void_p, ctypes.c_size_t
     function.argtypes = [address, size, address, size, size, size, ctypes.c_int, address]
     function.restype = ctypes.c_int

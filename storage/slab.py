@@ -8,28 +8,24 @@ Memory is handed out as it is: a slot holds what its last owner left. The gather
 written. Whoever reads whole slots calls ``clear`` first, since a leftover NaN times a weight of zero is still a NaN.
 """
 
-import mmap
-import weakref
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tierkv.cuda_runtime import forget_error
 from tierkv.errors import CapacityError, ClosedError, ConfigError
 from tierkv.geometry import PoolGeometry
 from tierkv.layout import BlockLayout
 from tierkv.storage.base import BlockStore
 from tierkv.storage.bits import bits_of
 from tierkv.storage.page_faults import fault_in
+from tierkv.storage.page_lock import page_locked
 from tierkv.tier import Tier
 
 if TYPE_CHECKING:
+    import weakref
+
     from tierkv.storage.bits import Bits
     from tierkv.tier import Run
-
-
-FAULTING_THREADS: Final = 4
 
 
 class SlabStore(BlockStore):
@@ -67,13 +63,15 @@ class SlabStore(BlockStore):
         self._scratch_tokens = 0
         self._faulted_in: set[int] = set()
         self._closed = False
-        self._locks: list[weakref.finalize[[Any, torch.Tensor], SlabStore]] = []
+        self._locks: list[weakref.finalize[Any, Any]] = []
         self._dtype: torch.dtype = getattr(torch, layout.dtype)
         tokens = self.geometry.total_tokens
 
         def allocate(elements: int) -> torch.Tensor:
             if pinned:
-                return _page_locked(self, elements, self._dtype)
+                tensor, unlock = page_locked(elements, self._dtype, self)
+                self._locks.append(unlock)
+                return tensor
             try:
                 return torch.empty(elements, dtype=self._dtype, device=device)
             except torch.OutOfMemoryError as error:
@@ -285,37 +283,3 @@ class SlabStore(BlockStore):
         if keys.dtype != self._dtype or values.dtype != self._dtype:
             raise ValueError(f"the store keeps {self._dtype}, not {keys.dtype} and {values.dtype}")
         return own_keys, own_values
-
-
-def _page_locked(owner: SlabStore, elements: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return page-locked memory of exactly this size, to be unlocked by ``owner.close``.
-
-    Not ``torch.empty(pin_memory=True)``: its allocator rounds up to a power of two, so 20 GiB would take 32.
-    """
-    if not torch.cuda.is_available():
-        raise ConfigError("memory can only be page-locked where CUDA is available")
-    tensor = torch.frombuffer(mmap.mmap(-1, elements * dtype.itemsize), dtype=dtype)
-    _fault_in_together(tensor)  # or the driver does it, on one thread
-    cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    error = int(cudart.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
-    if error:
-        forget_error()
-        raise ConfigError(
-            f"CUDA cannot page-lock {tensor.nbytes:,} bytes of host memory (error {error}); lower host.capacity"
-        )
-    # The driver keeps the pages locked until it is told otherwise, so this also runs for a store nobody closed.
-    owner._locks.append(weakref.finalize(owner, _unlock, cudart, tensor))  # noqa: SLF001
-    return tensor
-
-
-def _unlock(cudart: Any, tensor: torch.Tensor) -> None:
-    """Let the driver go of memory. Until then the tensor keeps it, even where its store was never finished."""
-    cudart.cudaHostUnregister(tensor.data_ptr())
-
-
-def _fault_in_together(tensor: torch.Tensor) -> None:
-    share = -(-tensor.nbytes // FAULTING_THREADS)
-    begins = range(0, tensor.nbytes, max(1, share))
-    with ThreadPoolExecutor(FAULTING_THREADS) as pool:
-        for begin in begins:
-            pool.submit(fault_in, tensor.data_ptr() + begin, min(share, tensor.nbytes - begin))

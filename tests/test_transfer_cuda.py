@@ -5,6 +5,7 @@ That no schedule breaks it is shown in ``test_transfer_cuda_order``.
 
 import gc
 import threading
+import time
 import weakref
 from dataclasses import replace
 
@@ -14,8 +15,9 @@ import torch
 from tierkv.errors import TransferTimeout
 from tierkv.testing.fake_cuda import FakeCuda
 from tierkv.testing.transfer_contract import TransferContract
-from tierkv.testing.transfers import DOWN, UP, copy_of, data
-from tierkv.transfer_cuda import CudaTransfers, TorchCuda
+from tierkv.testing.transfers import DOWN, RESTORE, UP, copy_of, data
+from tierkv.transfer_cuda import CudaTransfers
+from tierkv.transfer_cuda_api import TorchCuda
 
 
 class TestCudaTransfers(TransferContract):
@@ -150,6 +152,24 @@ def test_a_wait_that_failed_is_no_stall(cuda):
         engine.order(ticket)
     cuda.advance()
     assert clock.seconds == 0
+    engine.close()
+
+
+def test_a_wire_is_at_work_while_its_copies_run(cuda):
+    engine = engine_on(cuda)
+    device, host = cuda.on_device(torch.zeros(2)), torch.zeros(2)
+    engine.wait(engine.submit([copy_of((device, data(2)), wire=UP)] * 2))
+    down = engine.submit([copy_of((host, device))])
+    cuda.advance()
+    loaded = engine.submit([replace(copy_of((device, host), wire=RESTORE), load=lambda: time.sleep(0.01))])
+    engine.wait(loaded)
+    cuda.advance()
+    engine.wait(down)
+    seconds = engine.clock.seconds()
+    assert set(seconds) == {UP, DOWN, RESTORE}
+    assert seconds[UP] == 0.006
+    assert seconds[DOWN] == 0.003
+    assert 0.013 <= seconds[RESTORE] < 10
     engine.close()
 
 

@@ -123,7 +123,8 @@ class Stats:
     prefix: PrefixStats = field(default_factory=PrefixStats)
     moved_seconds: dict[str, float | None] = field(default_factory=dict)
     """Seconds in which each wire of ``moved_bytes`` was at work: at least one copy of it ran. What goes to the disk is over
-    when the store has taken it, into its queue. None where nobody measures it (CUDA)."""
+    when the store has taken it, into its queue. On CUDA what a stream and what workers do for a wire is added up. None where
+    nobody measures it."""
 
     cold_read: str = ""
     """How the paged path reads blocks in host memory, in one sentence: in place, by the CPU, streamed, or as measured costs

@@ -7,79 +7,24 @@ The few CUDA calls go through ``CudaApi``, so that the order of streams and even
 (``tierkv.testing.fake_cuda``).
 """
 
-import functools
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import Any, Final
 
 from tierkv.errors import ClosedError, TransferTimeout
 from tierkv.interrupts import Latch, deferred_interrupt
 from tierkv.tier import Tier
 from tierkv.transfer import WAIT_SECONDS, Copy, Ticket, TransferEngine, wait_for
-from tierkv.transfer_clocks import StallClock
-from tierkv.transfer_pitched import copy_pitched, find_memcpy_2d, pieces, pitched_of
-
-if TYPE_CHECKING:
-    import torch
+from tierkv.transfer_cuda_api import CudaApi, TorchCuda
+from tierkv.transfer_cuda_clocks import StreamStalls, StreamWires
+from tierkv.transfer_pitched import pieces
 
 FIRST_PAUSE_SECONDS: Final = 20e-6
-LEAST_WIDTH: Final = 4096
-"""Bytes of a line below which packing on the device is taken to be faster than a copy engine that goes line by line."""
 LONGEST_PAUSE_SECONDS: Final = 1e-4
 """Between two looks at an event. Waiting inside CUDA would be neither bounded nor open to Ctrl-C."""
-
-
-class CudaApi(Protocol):
-    """What CudaTransfers asks of CUDA. Streams and events are those of ``torch.cuda``, or a test's."""
-
-    def new_stream(self, device: Any) -> Any:
-        """Return a stream: ``wait_event(event)``, ``synchronize()``."""
-
-    def new_event(self) -> Any:
-        """Return an event: ``record(stream)``, ``query()``, ``synchronize()``, ``elapsed_time(later)`` in ms."""
-
-    def current_stream(self, device: Any) -> Any:
-        """Return the stream that the calling thread enqueues on."""
-
-    def use(self, stream: Any) -> AbstractContextManager[Any]:
-        """Make ``stream`` current for the calling thread."""
-
-    takes_pitched: bool
-    """Whether ``copy`` takes what is no more than evenly spaced lines of memory, too."""
-
-    def copy(self, destination: "torch.Tensor", source: "torch.Tensor") -> None:
-        """Enqueue a copy on the current stream. The end in host memory is pinned, and contiguous unless ``takes_pitched``."""
-
-
-class TorchCuda:
-    """The real one."""
-
-    def __init__(self, device: Any) -> None:
-        import torch
-
-        self.new_stream = torch.cuda.Stream
-        self.new_event = functools.partial(torch.cuda.Event, enable_timing=True, blocking=True)
-        self.current_stream = torch.cuda.current_stream
-        self.use = torch.cuda.stream
-        self._memcpy_2d = find_memcpy_2d(device)
-        self.takes_pitched = self._memcpy_2d is not None
-
-    def copy(self, destination: "torch.Tensor", source: "torch.Tensor") -> None:
-        """Enqueue a copy on the current stream, in one piece where both ends are evenly spaced lines of memory."""
-        dense = destination.is_contiguous() and source.is_contiguous()
-        host = source if destination.is_cuda else destination
-        pitched = None if dense or self._memcpy_2d is None else pitched_of(destination, source)
-        packed = host.is_contiguous() and pitched is not None and pitched.width < LEAST_WIDTH
-        if pitched is None or packed or self._memcpy_2d is None:
-            destination.copy_(source, non_blocking=True)
-            return
-        device = destination.device if destination.is_cuda else source.device
-        copy_pitched(self._memcpy_2d, destination, source, pitched, self.current_stream(device).cuda_stream)
 
 
 @dataclass(eq=False)
@@ -117,45 +62,6 @@ class CudaTicket(Ticket):
             self.enqueued.set()
 
 
-class StreamStalls(StallClock):
-    """How long the caller's stream has stood still for copies: the time between two events around each wait.
-
-    The first is recorded before the host itself waits for a ``load`` stage, so that counts as far as the stream runs dry
-    meanwhile, and no further. Where it is dry anyway, the microseconds that the host takes between both count too.
-    """
-
-    def __init__(self, api: CudaApi, device: Any) -> None:
-        """Make a clock for the current stream of ``device``."""
-        super().__init__()
-        self._api = api
-        self._device = device
-        self._pending: deque[tuple[Any, Any]] = deque()
-        self._lock = threading.Lock()
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Count the time that the stream stands still for what the block makes it wait for; nothing if it raises."""
-        stream = self._api.current_stream(self._device)
-        before, after = self._api.new_event(), self._api.new_event()
-        before.record(stream)
-        yield
-        after.record(stream)
-        self._pending.append((before, after))
-        self._harvest()
-
-    @property
-    def seconds(self) -> float:
-        """All waits that the stream has left behind."""
-        self._harvest()
-        return self._seconds
-
-    def _harvest(self) -> None:
-        with self._lock:
-            while self._pending and self._pending[0][1].query():
-                before, after = self._pending.popleft()
-                self._seconds += before.elapsed_time(after) / 1e3
-
-
 _Stage = Callable[[CudaTicket, Sequence[Copy], Any], None]
 
 
@@ -177,6 +83,12 @@ class CudaTransfers(TransferEngine):
         self._under_way: dict[CudaTicket, None] = {}  # oldest first
         self._last: tuple[Any, Any] | None = None
         self._closed = False
+        self._clock = StreamWires()
+
+    @property
+    def clock(self) -> StreamWires:
+        """How long each wire was at work."""
+        return self._clock
 
     def submit(self, copies: Sequence[Copy]) -> CudaTicket:
         """Start copies after all work on the caller's current stream."""
@@ -269,16 +181,18 @@ class CudaTransfers(TransferEngine):
             if not own:
                 continue
             stream.wait_event(ready)
-            start, end = self._api.new_event(), self._api.new_event()
-            start.record(stream)
-            try:
-                with self._api.use(stream):
-                    for copy in own:
-                        for destination, source in pieces(copy, pitched=self._api.takes_pitched):
-                            self._api.copy(destination, source)
-            finally:  # what an error left on the stream still runs, and is waited for
-                end.record(stream)
-                ticket.spans.append((start, end))
+            for wire in dict.fromkeys(copy.wire for copy in own):
+                start, end = self._api.new_event(), self._api.new_event()
+                start.record(stream)
+                try:
+                    with self._api.use(stream):
+                        for copy in own:
+                            for pair in pieces(copy, pitched=self._api.takes_pitched) if copy.wire == wire else ():
+                                self._api.copy(*pair)
+                finally:  # what an error left on the stream still runs, and is waited for
+                    end.record(stream)
+                    ticket.spans.append((start, end))
+                    self._clock.enqueued(wire, start, end)
 
     def _load_then_enqueue(self, ticket: CudaTicket, copies: Sequence[Copy], ready: Any) -> None:
         # Host memory knows no streams: what the caller has enqueued may still read what is loaded here.
@@ -287,7 +201,9 @@ class CudaTransfers(TransferEngine):
             ticket.load_began = ticket.load_began or time.perf_counter()
         for copy in copies:
             if copy.load is not None:
+                began = time.perf_counter()
                 copy.load()
+                self._clock.ended(copy.wire, began)
                 with ticket.lock:
                     ticket.load_seconds = max(ticket.load_seconds, time.perf_counter() - ticket.load_began)
             if _stays_on_host(copy):
@@ -304,8 +220,7 @@ class CudaTransfers(TransferEngine):
         finally:
             ticket.part_done()
 
-    @staticmethod
-    def _store(ticket: CudaTicket, ready: Any) -> None:
+    def _store(self, ticket: CudaTicket, ready: Any) -> None:
         try:
             ticket.enqueued.wait()
             if ticket.error is None:
@@ -314,7 +229,9 @@ class CudaTransfers(TransferEngine):
                     event.synchronize()
                 for copy in ticket.copies:
                     if copy.store is not None:
+                        began = time.perf_counter()
                         copy.store()
+                        self._clock.ended(copy.wire, began)
         except BaseException as error:  # noqa: BLE001 - handed to whoever waits for the ticket
             ticket.fail(error)
         finally:

@@ -1,5 +1,7 @@
 """What is peculiar to pools in memory: segments, scratch, whole-block copies, page-locked memory."""
 
+import contextlib
+import gc
 import types
 
 import pytest
@@ -194,6 +196,21 @@ def test_exactly_the_slab_is_page_locked_until_close(runtime):
 
 def test_a_pool_nobody_closed_is_unlocked(runtime):
     make_slab(make_layout(), pinned=True)
+    assert not runtime.locked
+
+
+def test_where_the_values_cannot_be_locked_the_keys_are_unlocked(runtime, monkeypatch):
+    lock, calls = runtime.cudaHostRegister, []
+
+    def refuses_the_second(*args):
+        calls.append(args)
+        return 2 if len(calls) == 2 else lock(*args)
+
+    monkeypatch.setattr(runtime, "cudaHostRegister", refuses_the_second)
+    with contextlib.suppress(ConfigError):
+        make_slab(make_layout(), pinned=True)
+    gc.collect()
+    assert len(calls) == 2
     assert not runtime.locked
 
 

@@ -36,7 +36,8 @@ class ColdReads:
             host_is_read: what the configuration says, see ``Stores.host_is_read``. What is to be streamed the CPU attends
                 to all the same where ``costs`` say that this is faster.
             layout: of its blocks.
-            costs: what ``measure`` found; None where there is nothing to choose.
+            costs: what ``bandwidths.measure`` found; None where nothing was measured. Without a rate of the CPU in them
+                there is no choice, and they only say how far ahead to fetch.
         """
         self.host_is_read = host_is_read
         self._model = None
